@@ -1,0 +1,1 @@
+"""What decides (pure) and the plumbing every process shares."""

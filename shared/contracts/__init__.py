@@ -1,0 +1,1 @@
+"""WIRE: frozen messages, every subject, the codec. One file per producer."""

@@ -1,0 +1,102 @@
+"""Global Parameter Storage: versions on the bus, Read and Write over HTTP."""
+
+from shared.contracts.base import Message
+
+
+class PolicyVersion(Message):
+    """gps → all, KV `policy.version`: the version that Reads now get. Flips once per committed Write."""
+
+    model: str
+    version: int
+    layout_epoch: int
+    checksum: str
+    source: str = ""
+
+    def summary(self) -> str:
+        return f"{self.model} version {self.version} ({self.checksum[:12]})"
+
+
+class PoolTensor(Message):
+    """One canonical tensor in a pool region, row-major from `offset_bytes`. `dtype` as torch names it: "bfloat16"."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+
+class PoolView(Message):
+    """A mapped region of the host pool that holds one version of one model. `path` is a shared-memory file."""
+
+    path: str
+    nbytes: int
+    tensors: tuple[PoolTensor, ...]
+
+
+class TensorBox(Message):
+    """Part of a canonical tensor: an n-dimensional box, or (`flat_start` given) a row-major flat range."""
+
+    tensor: str
+    start: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    flat_start: int | None = None
+    flat_count: int = 0
+
+
+class ReadRequest(Message):
+    """replica or rank → gps: Read(M, G, P) for one receiver. `boxes` is its layout; empty means the whole model."""
+
+    model: str
+    receiver: str
+    min_version: int = 0
+    boxes: tuple[TensorBox, ...] = ()
+    lease_s: float = 120.0
+
+
+class ReadGrant(Message):
+    """gps → receiver: the version it gets, a lease that keeps that version's buffer, and where the bytes are.
+
+    Release with `DELETE /v1/read/{lease_id}` when done.
+    """
+
+    model: str
+    version: int
+    lease_id: str
+    view: PoolView
+    plan_id: str
+    nbytes: int
+
+
+class WriteRequest(Message):
+    """rank → gps: Write of version `version` by `writer`, one of `writers`. Its `boxes` are what it holds."""
+
+    model: str
+    version: int
+    writer: str
+    writers: tuple[str, ...]
+    boxes: tuple[TensorBox, ...]
+
+
+class WriteGrant(Message):
+    """gps → rank: the spare buffer to copy into. The same `write_id` for every writer of one version."""
+
+    write_id: str
+    model: str
+    version: int
+    view: PoolView
+
+
+class WriteCommit(Message):
+    """rank → gps: every byte of its boxes is in place. `checksums` (xxh3_64 hex) in the order of its boxes."""
+
+    writer: str
+    checksums: tuple[str, ...]
+
+
+class WriteStatus(Message):
+    """gps → rank. `committed` turns true once, for the whole version, when the last writer has committed."""
+
+    write_id: str
+    version: int
+    committed: bool
+    pending_writers: tuple[str, ...]

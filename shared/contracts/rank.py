@@ -1,0 +1,129 @@
+"""trainer service ↔ its rank workers: one request per rank and command, all ranks in parallel."""
+
+from shared.contracts.base import Message
+
+
+class TrainSample(Message):
+    """One scored response as a rank trains it. `advantage` is group relative; `logprobs` are the behaviour
+    policy's, one per response token; `versions` their run-length policy versions. A masked sample (`advantage`
+    None: unscored) is never sent."""
+
+    sample_id: str
+    prompt_token_ids: tuple[int, ...]
+    response_token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[tuple[int, int], ...]
+    advantage: float
+
+
+class StageSamples(Message):
+    """trainer → rank: part `part` of `num_parts` of this rank's share of `step`. Staging again replaces."""
+
+    step: int
+    part: int
+    num_parts: int
+    samples: tuple[TrainSample, ...]
+
+    def summary(self) -> str:
+        return f"step {self.step}: stage {len(self.samples)} samples, part {self.part + 1}/{self.num_parts}"
+
+
+class TrainStep(Message):
+    """trainer → rank: one optimizer step on the staged samples. `total_response_tokens` counts all ranks: the
+    token-level loss (DAPO) divides by it."""
+
+    step: int
+    total_response_tokens: int
+    num_micro_batches: int
+
+    def summary(self) -> str:
+        return f"train step {self.step}"
+
+
+class RankStepped(Message):
+    """rank → trainer. Sums are over this rank's response tokens, so that the trainer can weigh ranks right."""
+
+    rank: int
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    response_tokens: int
+    logprob_gap_sum: float
+    logprob_gap_max: float
+    importance_ratio_max: float
+    clipped_tokens: int
+    duration_s: float
+
+
+class ReloadStates(Message):
+    """trainer → rank: shift up: bring optimizer and master states back to the device."""
+
+
+class OffloadStates(Message):
+    """trainer → rank: shift down: move optimizer and master states off the device."""
+
+
+class RankMoved(Message):
+    """rank → trainer. `moved_bytes` by what was measured (device memory, or tensors found on the host)."""
+
+    rank: int
+    moved_bytes: int
+    resident_bytes: int
+    duration_s: float
+
+
+class WritePolicy(Message):
+    """trainer → rank: Write this rank's shard to GPS as `version`."""
+
+    version: int
+
+
+class RankWrote(Message):
+    rank: int
+    version: int
+    nbytes: int
+    committed: bool
+    duration_s: float
+
+
+class SaveCheckpoint(Message):
+    """trainer → rank: save engine, optimizer and RNG under the run folder's `checkpoints/<tag>`."""
+
+    tag: str
+
+
+class CheckpointSaved(Message):
+    rank: int
+    tag: str
+    duration_s: float
+
+
+class LoadCheckpoint(Message):
+    """trainer → rank: go to the state saved as `tag`; an empty tag means the freshly initialised model."""
+
+    tag: str
+
+
+class ExportModel(Message):
+    """trainer → rank: write a Hugging Face folder (rank 0 writes, all gather)."""
+
+    folder: str
+
+
+class RankExported(Message):
+    rank: int
+    folder: str
+    nbytes: int
+
+
+class RankStatus(Message):
+    """rank → trainer, heartbeat at 1 Hz on `rank.<n>.status`, and the answer to LoadCheckpoint."""
+
+    rank: int
+    world_size: int
+    incarnation: str
+    phase: str
+    step: int
+    resident_bytes: int
+    pid: int
