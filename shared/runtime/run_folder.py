@@ -1,0 +1,130 @@
+"""The run folder: where everything of a run lies, and `run.json`, by which its processes find each other."""
+
+import json
+import os
+import secrets
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shared.errors import ConfigError, NotFound
+from shared.runtime.config import RunConfig
+
+SERVICES = ("monitor", "planner", "gps", "rollout", "reward", "trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Addresses and secrets of a run. The file that holds them is readable by its owner only."""
+
+    nats_url: str
+    nats_token: str
+    host: str
+    http_ports: dict[str, int]
+    token: str
+
+    def http_url(self, service: str) -> str:
+        return f"http://{self.host}:{self.http_ports[service]}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of a run."""
+
+    path: Path
+
+    @property
+    def run_json(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def processes(self) -> Path:
+        """One file per process, written when it is ready."""
+        return self.path / "processes"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def nats(self) -> Path:
+        return self.path / "nats"
+
+    @property
+    def models(self) -> Path:
+        return self.path.parent / "models"
+
+    def create(self) -> None:
+        for folder in (self.path, self.logs, self.processes, self.journal, self.checkpoints, self.models):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def inside(self, name: str) -> Path:
+        """`name` under the run folder.
+
+        Raises:
+            ConfigError: it would lie outside.
+        """
+        path = (self.path / name).resolve()
+        if not path.is_relative_to(self.path.resolve()):
+            raise ConfigError("path", name, "lies outside the run folder", "Name a path under it")
+        return path
+
+    def write(self, config: RunConfig, endpoints: Endpoints) -> None:
+        text = json.dumps({"config": config.model_dump(mode="json"), "endpoints": asdict(endpoints)}, indent=1)
+        temporary = self.run_json.with_suffix(".tmp")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        temporary.replace(self.run_json)
+
+    def read(self) -> tuple[RunConfig, Endpoints]:
+        """
+        Raises:
+            NotFound: no run was ever started here.
+        """
+        try:
+            values = json.loads(self.run_json.read_text())
+        except FileNotFoundError:
+            raise NotFound(f"no run in {self.path}: start one with `pivotrl up`", folder=str(self.path)) from None
+        return RunConfig.model_validate(values["config"]), Endpoints(**values["endpoints"])
+
+
+def choose_endpoints(config: RunConfig, previous: Endpoints | None) -> Endpoints:
+    """Ports and tokens for a start. Tokens of an earlier start of the run are kept."""
+    network = config.network
+    if network.http_port:
+        ports = {name: network.http_port + i for i, name in enumerate(SERVICES)}
+    else:
+        ports = {name: _free_port() for name in SERVICES}
+    nats_token = previous.nats_token if previous else secrets.token_urlsafe(24)
+    return Endpoints(
+        nats_url=network.nats_url or f"nats://127.0.0.1:{_free_port()}",
+        nats_token=nats_token,
+        host=network.host,
+        http_ports=ports,
+        token=network.token or (previous.token if previous else secrets.token_urlsafe(24)),
+    )
+
+
+def port_is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
