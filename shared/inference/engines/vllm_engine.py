@@ -1,0 +1,350 @@
+"""vLLM as an `Engine`: one in-process `LLMEngine`, stepped by its caller.
+
+It starts with dummy weights and falls asleep; weights only ever come from a Read. Requests are token ids in and
+token ids out. What must hold:
+  - async scheduling is off: every token that `step` returns was drawn with the weights held at that moment, so its
+    version stamp is exact, and an abort loses no token inside the engine;
+  - the prefix cache is salted with the policy version: a sequence never reuses keys and values of other weights,
+    although running sequences keep theirs across a refresh;
+  - end-of-sequence ids are ignored unless named in `sampling.stop_token_ids`: the role decides what ends a
+    sequence. The stop token itself is returned.
+
+Greedy decoding resumes exactly. Sampled decoding resumes with the seed `mix(seed, tokens generated so far)`: the
+same interruption repeats exactly, but differs from the uninterrupted run after the point of resumption.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shared.contracts.gps import PoolTensor, PoolView, TensorBox
+from shared.contracts.replica import FinishReason, SequenceSpec, TokenDelta
+from shared.errors import ConfigError, EngineError, InvalidRequest, PivotError
+from shared.inference.ports import NO_VERSION, LoadSnapshot, ReadReport, SequenceKey
+
+WORKER_EXTENSION = "shared.inference.engines.vllm_worker.PivotWorkerExtension"
+
+
+@dataclass(frozen=True, slots=True)
+class VllmEngineConfig:
+    """How one engine is built. Devices are chosen by the launcher (`CUDA_VISIBLE_DEVICES`)."""
+
+    model: str
+    """Hugging Face folder. Only its configuration is read; weights come from GPS."""
+    kv_cache_memory_bytes: int
+    """KV cache of each rank. Explicit, so that no memory profiling runs while another engine shares the device."""
+    max_model_len: int
+    """Prompt and generated tokens of one sequence."""
+    max_num_seqs: int = 64
+    device: Literal["cpu", "cuda"] = "cpu"
+    tensor_parallel_size: int = 1
+    dtype: str = "bfloat16"
+    seed: int = 0
+    cpu_cores: str = ""
+    """Cores the CPU engine binds to, such as "3" or "0-3"; empty leaves the choice to vLLM."""
+    enforce_eager: bool = False
+    """No CUDA graphs. Always on for CPU, where compiling costs more than it brings to small models."""
+
+    def __post_init__(self) -> None:
+        for field in ("kv_cache_memory_bytes", "max_model_len", "max_num_seqs", "tensor_parallel_size"):
+            if getattr(self, field) <= 0:
+                raise ConfigError(field, getattr(self, field), "must be positive", "Give a number above 0.")
+        if self.device == "cpu" and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "tensor_parallel_size", self.tensor_parallel_size, "is 1 where device = cpu", "Set it to 1."
+            )
+
+
+class _Running:
+    """One request inside vLLM. `done` counts generated tokens, resumed ones included."""
+
+    __slots__ = ("done", "prompt", "spec")
+
+    def __init__(self, spec: SequenceSpec) -> None:
+        self.spec = spec
+        self.prompt = len(spec.prompt_token_ids)
+        self.done = len(spec.generated_token_ids)
+
+    @property
+    def key(self) -> SequenceKey:
+        return self.spec.sequence_id, self.spec.attempt
+
+    def delta(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, reason: FinishReason | None
+    ) -> TokenDelta:
+        start = self.done
+        self.done += len(token_ids)
+        return TokenDelta(
+            sequence_id=self.spec.sequence_id,
+            attempt=self.spec.attempt,
+            start=start,
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
+            versions=((version, len(token_ids)),) if token_ids else (),
+            finish_reason=reason,
+        )
+
+
+class VllmEngine:
+    """See `Engine`. Heavy imports happen in `start`."""
+
+    def __init__(self, config: VllmEngineConfig) -> None:
+        self.config = config
+        self._llm: Any = None
+        self._running: dict[str, _Running] = {}
+        self._ready: list[TokenDelta] = []
+        self._version = NO_VERSION
+        self._boxes: tuple[TensorBox, ...] = ()
+        self._awake: set[str] = set()
+        self._kv_capacity_tokens = 0
+        self._step_latency_s = 0.0
+        self._resident_bytes = 0
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    def start(self) -> None:
+        config, is_cpu = self.config, self.config.device == "cpu"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if is_cpu and config.cpu_cores:
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.cpu_cores
+        with _engine_errors("start"):
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+
+            arguments = EngineArgs(
+                model=config.model,
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                dtype=config.dtype,  # type: ignore[arg-type]
+                seed=config.seed,
+                max_model_len=config.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                tensor_parallel_size=config.tensor_parallel_size,
+                kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+                enforce_eager=config.enforce_eager or is_cpu,
+                enable_prefix_caching=True,
+                enable_sleep_mode=not is_cpu,
+                async_scheduling=False,
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",
+                worker_extension_cls=WORKER_EXTENSION,
+                disable_log_stats=True,
+            )
+            self._llm = LLMEngine.from_engine_args(arguments)
+            cache = self._llm.vllm_config.cache_config
+            self._kv_capacity_tokens = int(cache.num_gpu_blocks) * int(cache.block_size)
+            self._awake = {"weights", "kv_cache"}
+        self.sleep()
+
+    def close(self) -> None:
+        llm, self._llm = self._llm, None
+        self._running.clear()
+        self._version = NO_VERSION
+        if llm is not None:
+            with _engine_errors("close"):
+                llm.engine_core.shutdown()
+
+    def submit(self, spec: SequenceSpec) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        running = _Running(spec)
+        identity = _request_id(running.key)
+        if identity in self._running:
+            raise InvalidRequest("sequence_id", f"{identity} already runs here")
+        tokens = [*spec.prompt_token_ids, *spec.generated_token_ids]
+        remaining = spec.sampling.max_new_tokens - running.done
+        if spec.generated_token_ids and spec.generated_token_ids[-1] in spec.sampling.stop_token_ids:
+            self._ready.append(running.delta((), (), self._version, "stop"))
+            return
+        if remaining <= 0 or (running.done and len(tokens) >= self.config.max_model_len):
+            self._ready.append(running.delta((), (), self._version, "length"))
+            return
+        if not tokens or len(tokens) >= self.config.max_model_len:
+            raise InvalidRequest(
+                "prompt_token_ids",
+                f"{len(tokens)} tokens, between 1 and {self.config.max_model_len - 1} are possible",
+            )
+        sampling = SamplingParams(
+            max_tokens=remaining,
+            temperature=spec.sampling.temperature,
+            top_p=spec.sampling.top_p,
+            seed=_resume_seed(spec.sampling.seed, running.done),
+            stop_token_ids=list(spec.sampling.stop_token_ids),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = {"prompt_token_ids": tokens, "cache_salt": f"version-{self._version}"}
+        with _engine_errors(f"submit {identity}"):
+            self._llm.add_request(identity, prompt, sampling)
+        self._running[identity] = running
+
+    def abort(self, keys: Sequence[SequenceKey]) -> list[TokenDelta]:
+        wanted = {_request_id(key): key for key in keys}
+        running = [identity for identity in wanted if identity in self._running]
+        with _engine_errors("abort"):
+            self._llm.abort_request(running)
+        stopped = [self._running.pop(identity).delta((), (), self._version, None) for identity in running]
+        finished = {key for key in wanted.values()} - {(d.sequence_id, d.attempt) for d in stopped}
+        waiting = [d for d in self._ready if (d.sequence_id, d.attempt) in finished]
+        self._ready = [d for d in self._ready if (d.sequence_id, d.attempt) not in finished]
+        return stopped + waiting
+
+    def step(self) -> list[TokenDelta]:
+        deltas, self._ready = self._ready, []
+        if not self._running:
+            return deltas
+        begin = time.perf_counter()
+        with _engine_errors("step"):
+            outputs = self._llm.step()
+        for output in outputs:
+            running = self._running.get(output.request_id)
+            if running is None:
+                continue
+            completion = output.outputs[0]
+            tokens = [int(token) for token in completion.token_ids]
+            logprobs = [float(at[t].logprob) for at, t in zip(completion.logprobs or (), tokens, strict=True)]
+            reason = _finish_reason(completion.finish_reason)
+            if tokens or reason is not None:
+                deltas.append(running.delta(tokens, logprobs, self._version, reason))
+            if reason is not None:
+                del self._running[output.request_id]
+        self._step_latency_s = time.perf_counter() - begin
+        return deltas
+
+    def has_work(self) -> bool:
+        return bool(self._running or self._ready)
+
+    def sleep(self) -> int:
+        if self.has_work():
+            raise EngineError(f"{len(self._running)} sequences run: stop them before sleep")
+        self._version = NO_VERSION
+        with _engine_errors("sleep"):
+            if self.config.device == "cpu":
+                self._llm.reset_prefix_cache()
+                measured = self._rpc("pivot_sleep_cpu")
+                self._resident_bytes = sum(after for _, after in measured)
+                freed = sum(before - after for before, after in measured)
+            else:
+                freed = self._sleep_on_device()
+        self._awake = set()
+        return int(freed)
+
+    def _sleep_on_device(self) -> int:
+        before = sum(self._rpc("pivot_resident"))
+        if self._awake and self._awake != {"weights", "kv_cache"}:
+            # vLLM's allocator cannot unmap half of what it manages: complete a half-done wake first
+            self._llm.wake_up(tags=sorted({"weights", "kv_cache"} - self._awake))
+            self._awake = {"weights", "kv_cache"}
+        if self._awake:
+            self._llm.sleep(level=2)
+        self._resident_bytes = sum(self._rpc("pivot_resident"))
+        return before - self._resident_bytes
+
+    def wake(self, view: PoolView, version: int) -> ReadReport:
+        with _engine_errors("wake"):
+            if self.config.device == "cpu":
+                report = self._read(view)
+                self._rpc("pivot_wake_kv_cpu")
+                self._awake = {"weights", "kv_cache"}
+            else:
+                self._llm.wake_up(tags=["weights"])
+                self._awake = {"weights"}
+                report = self._read(view)
+                self._llm.wake_up(tags=["kv_cache"])
+                self._awake = {"weights", "kv_cache"}
+            self._llm.reset_prefix_cache()
+            self._resident_bytes = sum(self._rpc("pivot_resident"))
+        self._version = version
+        return report
+
+    def refresh(self, view: PoolView, version: int) -> ReadReport:
+        with _engine_errors("refresh"):
+            self.map_layout(view)  # anything that cannot be mapped fails here, before a parameter is touched
+            self._version = NO_VERSION
+            report = self._read(view)
+            if not self._running:
+                self._llm.reset_prefix_cache()
+        self._version = version
+        return report
+
+    def map_layout(self, view: PoolView) -> None:
+        """Record how the checkpoint in `view` maps on the parameters, without reading any. Cheap when known."""
+        boxes = {
+            TensorBox(**box): None for rank in self._rpc("pivot_boxes", _wire(view.tensors)) for box in rank
+        }
+        self._boxes = tuple(boxes)
+
+    def _read(self, view: PoolView) -> ReadReport:
+        if not self._boxes:
+            self.map_layout(view)
+        results = self._rpc("pivot_read", view.path, view.nbytes, _wire(view.tensors))
+        return ReadReport(
+            read_bytes=sum(copied for copied, _ in results), read_s=max(seconds for _, seconds in results)
+        )
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        answers: list[Any] = self._llm.collective_rpc(method, args=args)
+        return answers
+
+    def load_snapshot(self) -> LoadSnapshot:
+        if self.config.device == "cpu":
+            from shared.inference.engines.vllm_worker import resident_bytes
+
+            self._resident_bytes = resident_bytes()
+        return LoadSnapshot(
+            num_running=len(self._running),
+            lengths=tuple(running.prompt + running.done for running in self._running.values()),
+            kv_capacity_tokens=self._kv_capacity_tokens,
+            step_latency_s=self._step_latency_s,
+            resident_bytes=self._resident_bytes,
+        )
+
+    def layout(self) -> tuple[TensorBox, ...]:
+        return self._boxes
+
+
+def _wire(tensors: Sequence[PoolTensor]) -> list[tuple[str, str, tuple[int, ...], int]]:
+    return [(tensor.name, tensor.dtype, tensor.shape, tensor.offset_bytes) for tensor in tensors]
+
+
+def _request_id(key: SequenceKey) -> str:
+    return f"{key[0]}:{key[1]}"
+
+
+def _resume_seed(seed: int | None, done: int) -> int | None:
+    """A fresh sampling start `seed` itself uses, and an unrelated one for every point of resumption."""
+    if seed is None or done == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{done}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _finish_reason(reason: str | None) -> FinishReason | None:
+    if reason is None:
+        return None
+    if reason == "stop":
+        return "stop"
+    if reason == "length":
+        return "length"
+    raise EngineError(f"vLLM finished a sequence with {reason!r}")
+
+
+@contextmanager
+def _engine_errors(phase: str) -> Iterator[None]:
+    """vLLM's exceptions as `EngineError`, ours as they are."""
+    try:
+        yield
+    except PivotError:
+        raise
+    except Exception as error:
+        raise EngineError(f"vLLM failed in {phase}: {type(error).__name__}: {error}", phase=phase) from error

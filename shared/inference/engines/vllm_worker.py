@@ -1,0 +1,281 @@
+"""What runs inside each vLLM worker: Read into live parameters, and on CPU a sleep that really frees.
+
+`PivotWorkerExtension` is mixed into vLLM's own `Worker` (`worker_extension_cls`); the engine calls its methods with
+`collective_rpc` and plain values, so they also cross to worker processes under tensor parallelism.
+
+On GPU vLLM's allocator unmaps and remaps the parameters under unchanged addresses, and a Read is one pinned copy
+from the mapped pool into each of them. On CPU vLLM packs a linear layer's weight after loading and drops the
+original, so a Read goes module by module: an unpacked fused parameter, the copies, the layer's own
+`process_weights_after_loading` again. That is also what keeps a tied `lm_head` from serving stale packed weights.
+"""
+
+import copy
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shared.contracts.gps import PoolTensor, TensorBox
+from shared.errors import LayoutError
+from shared.weights.loader_map import LoaderMap
+
+WireTensor = tuple[str, str, tuple[int, ...], int]
+"""A `PoolTensor` as plain values: name, dtype, shape, offset in bytes."""
+
+_CUDA_HOST_REGISTER_DEFAULT = 0
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def trim_heap() -> None:
+    """Hand freed heap pages back to the system, where the C library can."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):  # not glibc: large blocks were returned when they were freed
+        return
+
+
+class MappedPool:
+    """A shared-memory file mapped into this process, and its tensors without a copy."""
+
+    def __init__(self, path: str, nbytes: int, pin: bool) -> None:
+        with open(path, "r+b" if pin else "rb") as file:
+            status = os.fstat(file.fileno())
+            access = mmap.ACCESS_WRITE if pin else mmap.ACCESS_COPY
+            self._map = mmap.mmap(file.fileno(), nbytes, access=access)
+        self.identity = (path, status.st_dev, status.st_ino, nbytes)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._is_pinned = pin
+        if pin:
+            code = torch.cuda.cudart().cudaHostRegister(
+                self._bytes.data_ptr(), nbytes, _CUDA_HOST_REGISTER_DEFAULT
+            )
+            if int(code) != 0:
+                raise LayoutError(f"cannot pin {path} ({nbytes} bytes): CUDA error {int(code)}", path=path)
+
+    @staticmethod
+    def identify(path: str, nbytes: int) -> tuple[str, int, int, int]:
+        """Changes when the file at `path` is another one, so that a stale mapping is never read."""
+        status = os.stat(path)
+        return path, status.st_dev, status.st_ino, nbytes
+
+    def tensors(self, wire: Sequence[WireTensor]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, dtype_name, shape, offset in wire:
+            dtype = getattr(torch, dtype_name)
+            numel = 1
+            for size in shape:
+                numel *= size
+            raw = self._bytes[offset : offset + numel * dtype.itemsize]
+            found[name] = raw.view(dtype).view(shape)
+        return found
+
+    def close(self) -> None:
+        if self._is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+        del self._bytes
+        try:
+            self._map.close()
+        except BufferError:  # a tensor of a failed Read is still alive: unmapped when that goes
+            return
+
+
+class _Weights:
+    """The live model of one worker together with the map that fills it."""
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
+        self.model = model
+        self.vllm_config = vllm_config
+        self.is_cpu = vllm_config.device_config.device_type == "cpu"
+        self.map: LoaderMap | None = None
+        self.pools: dict[str, MappedPool] = {}
+
+    def ensure_map(self, wire: Sequence[WireTensor]) -> LoaderMap:
+        """The loader map for this checkpoint, recorded at first use."""
+        sources = tuple(
+            PoolTensor(name=name, dtype=dtype, shape=tuple(shape), offset_bytes=offset)
+            for name, dtype, shape, offset in wire
+        )
+        if self.map is None or not self.map.fits(sources):
+            recorded = LoaderMap.record(_meta_model(self.vllm_config), sources)
+            self._check_live(recorded)
+            self.map = recorded
+        return self.map
+
+    def _check_live(self, recorded: LoaderMap) -> None:
+        """The live model must share the memory the recorded one shares, and on GPU have the same shapes."""
+        live = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, spec in recorded.parameters.items():
+            if name not in live or any(live.get(alias) is not live[name] for alias in spec.aliases):
+                raise LayoutError(f"parameter {name}: the live model lacks it or unties it", parameter=name)
+        if len({id(live[name]) for name in recorded.parameters}) != len(recorded.parameters):
+            raise LayoutError(
+                "the engine tied its embeddings although the checkpoint has an lm_head of its own; "
+                "set tie_word_embeddings to false in config.json, or drop lm_head from the checkpoint"
+            )
+        if self.is_cpu:
+            return
+        for name, module in self.model.named_modules():
+            if not any(True for _ in module.named_parameters(recurse=False)):
+                continue
+            method = type(getattr(module, "quant_method", None)).__name__
+            if method not in _IN_PLACE_METHODS:
+                raise LayoutError(
+                    f"module {name}: {method} may rearrange weights after loading, so a Read cannot fill them",
+                    parameter=name,
+                )
+
+    def read(self, path: str, nbytes: int, wire: Sequence[WireTensor]) -> int:
+        loader_map = self.ensure_map(wire)
+        if not self.is_cpu:
+            return self._read_to_device(loader_map, path, nbytes, wire)
+        pool = MappedPool(path, nbytes, pin=False)
+        sources = pool.tensors(wire)
+        try:
+            return self._read_and_repack(loader_map, sources)
+        finally:
+            sources.clear()
+            pool.close()
+
+    def _read_to_device(
+        self, loader_map: LoaderMap, path: str, nbytes: int, wire: Sequence[WireTensor]
+    ) -> int:
+        pool = self.pools.get(path)
+        if pool is None or pool.identity != MappedPool.identify(path, nbytes):
+            if pool is not None:
+                del self.pools[path]
+                pool.close()
+            pool = self.pools[path] = MappedPool(path, nbytes, pin=True)
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        device = next(iter(parameters.values())).device
+        copied = loader_map.apply(
+            pool.tensors(wire), parameters, stage=lambda host: host.to(device, non_blocking=True)
+        )
+        torch.cuda.synchronize(device)
+        return copied
+
+    def _read_and_repack(self, loader_map: LoaderMap, sources: dict[str, torch.Tensor]) -> int:
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+        self.restore_storage()
+        copied = 0
+        for prefix, module in self.model.named_modules():
+            for local, live in list(module.named_parameters(recurse=False)):
+                name = f"{prefix}.{local}" if prefix else local
+                spec = loader_map.parameters.get(name)
+                if spec is None:  # another name of tied memory
+                    continue
+                if tuple(live.shape) != spec.shape:  # packed and dropped
+                    fresh = torch.empty(spec.shape, dtype=spec.dtype)
+                    live = torch.nn.Parameter(fresh, requires_grad=False)
+                    module.register_parameter(local, live)
+                copied += loader_map.apply(sources, {name: live}, only=(name,))
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase):
+                method.process_weights_after_loading(module)
+        return copied
+
+    def restore_storage(self) -> None:
+        """Give parameters whose memory was dropped room again."""
+        for parameter in self.model.parameters():
+            nbytes = parameter.numel() * parameter.element_size()
+            if parameter.untyped_storage().nbytes() < nbytes:
+                parameter.untyped_storage().resize_(nbytes)
+
+    def drop_storage(self) -> None:
+        for module in self.model.modules():
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = None
+        for parameter in self.model.parameters():
+            parameter.untyped_storage().resize_(0)
+
+
+_IN_PLACE_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
+"""Layers whose weights keep their loaded form on GPU, so that copies into the live parameter are all it takes."""
+
+
+def _meta_model(vllm_config: Any) -> torch.nn.Module:
+    """The engine's model on the meta device, as this rank builds it: shapes and loaders without memory.
+
+    It gets a configuration of its own where the live model has registered its layers, and is never compiled.
+    """
+    from vllm.config import CompilationMode
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.mode = CompilationMode.NONE
+    if hasattr(config.compilation_config, "static_all_moe_layers"):
+        config.compilation_config.static_all_moe_layers = []
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(vllm_config.model_config.dtype)
+    try:
+        with torch.device("meta"):
+            model: torch.nn.Module = initialize_model(vllm_config=config)
+    finally:
+        torch.set_default_dtype(before)
+    return model
+
+
+class PivotWorkerExtension:
+    """Mixed into vLLM's `Worker`; every name starts with `pivot_` because vLLM refuses a clash."""
+
+    if TYPE_CHECKING:
+        model_runner: Any
+        vllm_config: Any
+
+    def _pivot_weights(self) -> _Weights:
+        if not hasattr(self, "pivot_weights"):
+            self.pivot_weights = _Weights(self.model_runner.get_model(), self.vllm_config)
+        return self.pivot_weights
+
+    def pivot_boxes(self, tensors: Sequence[WireTensor]) -> list[dict[str, Any]]:
+        """Record the map for a checkpoint and return what this rank reads of it."""
+        boxes: tuple[TensorBox, ...] = self._pivot_weights().ensure_map(tensors).boxes()
+        return [box.model_dump() for box in boxes]
+
+    def pivot_read(self, path: str, nbytes: int, tensors: Sequence[WireTensor]) -> tuple[int, float]:
+        """Fill the live parameters from the pool file; `(bytes read, seconds)`."""
+        begin = time.perf_counter()
+        copied = self._pivot_weights().read(path, nbytes, tensors)
+        return copied, time.perf_counter() - begin
+
+    def pivot_sleep_cpu(self) -> tuple[int, int]:
+        """Drop weights and KV memory; resident bytes before and after. Idempotent."""
+        before = resident_bytes()
+        self._pivot_weights().drop_storage()
+        for cache in self._pivot_caches():
+            cache.untyped_storage().resize_(0)
+        trim_heap()
+        return before, resident_bytes()
+
+    def pivot_wake_kv_cpu(self) -> None:
+        """Give the KV caches their memory back, zeroed."""
+        for cache in self._pivot_caches():
+            span = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
+            nbytes = (cache.storage_offset() + span + 1) * cache.element_size()
+            if cache.untyped_storage().nbytes() < nbytes:
+                cache.untyped_storage().resize_(nbytes)
+            cache.zero_()
+
+    def pivot_resident(self) -> int:
+        """Memory in use: of the device, or of this process on CPU."""
+        if self._pivot_weights().is_cpu:
+            return resident_bytes()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    def _pivot_caches(self) -> list[torch.Tensor]:
+        caches: list[torch.Tensor] = []
+        for cache in self.model_runner.kv_caches:
+            caches.extend(cache if isinstance(cache, list | tuple) else [cache])
+        return caches
