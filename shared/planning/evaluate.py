@@ -1,0 +1,113 @@
+"""What a candidate would bring: replayed migration, combined throughput, benefit (paper §7.3).
+
+    T = (N_rollout + N_reward) / (N_rollout / T_rollout + N_reward / T_reward)      tokens/s
+
+with N running and waiting sequences: the weighted harmonic mean, because a sample needs both roles and the
+slower one decides. A role without sequences drops out; a role with sequences and no throughput makes T
+zero.
+"""
+
+from collections.abc import Sequence
+
+from shared.ids import ReplicaId
+from shared.scheduling.migration import Movable, ReplicaLoads, shift_down, shift_up
+from shared.scheduling.sequence import RoleLoad
+from shared.scheduling.throughput import UNIT, ThroughputModel
+
+
+def combined_tokens_per_s(n_rollout: int, t_rollout: float, n_reward: int, t_reward: float) -> float:
+    """The weighted harmonic mean of the module docstring.
+
+    >>> combined_tokens_per_s(10, 100.0, 30, 100.0)
+    100.0
+    >>> combined_tokens_per_s(10, 100.0, 30, 0.0)
+    0.0
+    """
+    latency_s = 0.0
+    for n, t in ((n_rollout, t_rollout), (n_reward, t_reward)):
+        if n and not t:
+            return 0.0
+        latency_s += n / t if n else 0.0
+    return (n_rollout + n_reward) / latency_s if latency_s else 0.0
+
+
+def generation_latency(num_sequences: int, tokens_per_s: float) -> float:
+    """τ = N/T: how pressed a role is. 0 without sequences, infinite with sequences and no throughput."""
+    if not num_sequences:
+        return 0.0
+    return num_sequences / tokens_per_s if tokens_per_s else float("inf")
+
+
+class RoleReplay:
+    """One role's load, ready to be replayed with replicas added or taken away.
+
+    `active` are the replicas that hold devices. Work reported on any other replica counts as waiting; an
+    active replica that was not reported counts as empty. Running sequences come before waiting ones in
+    dispatch order.
+    """
+
+    def __init__(
+        self,
+        load: RoleLoad,
+        active: Sequence[ReplicaId],
+        inactive: Sequence[ReplicaId],
+        *,
+        model: ThroughputModel | None,
+        migrate: bool,
+        kv_capacity_tokens: int,
+        growth_tokens: int,
+    ) -> None:
+        reported = {r.replica: r for r in load.replicas}
+        capacity = {
+            replica: reported[replica].kv_capacity_tokens if replica in reported else kv_capacity_tokens
+            for replica in (*active, *inactive)
+        }
+        self.num_sequences = load.num_sequences
+        self._migrate = migrate
+        self._loads = ReplicaLoads(model or UNIT, capacity)
+        self._running: list[list[Movable]] = [[] for _ in self._loads.ids]
+        for replica in inactive:
+            self._loads.set_open(self._loads.index[replica], False)
+        rank = 0
+        queue: list[Movable] = []
+        is_active = set(active)
+        for replica_load in load.replicas:
+            lengths = replica_load.all_lengths()
+            movables = [Movable(length, rank + i, length + growth_tokens) for i, length in enumerate(lengths)]
+            rank += len(lengths)
+            if replica_load.replica in is_active:
+                at = self._loads.index[replica_load.replica]
+                self._running[at] = movables
+                tokens = sum(lengths)
+                self._loads.change(at, len(lengths), tokens, tokens + growth_tokens * len(lengths))
+            else:
+                queue += movables
+        queue += [Movable(length, rank + i, length + growth_tokens) for i, length in enumerate(load.queue)]
+        self._queue = queue
+        self._known: dict[frozenset[ReplicaId], float] = {}
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput of the role as it is."""
+        return self._loads.total_tokens_per_s
+
+    def tokens_per_s_of(self, replica: ReplicaId) -> float:
+        """Throughput of one replica as it is."""
+        return self._loads.tokens_per_s(self._loads.index[replica])
+
+    def after_shift_up(self, replicas: Sequence[ReplicaId]) -> float:
+        """Throughput of the role once `replicas` started and migration settled."""
+        loads, running = self._loads.copy(), self._running.copy()
+        shift_up(loads, running, self._queue, [loads.index[r] for r in replicas], migrate=self._migrate)
+        return loads.total_tokens_per_s
+
+    def after_shift_down(self, replicas: Sequence[ReplicaId]) -> float:
+        """Throughput of the role once the work of `replicas` went to the others."""
+        if not replicas:
+            return self.tokens_per_s
+        leaving = frozenset(replicas)
+        if leaving not in self._known:
+            loads, running = self._loads.copy(), self._running.copy()
+            shift_down(loads, running, self._queue, [loads.index[r] for r in replicas])
+            self._known[leaving] = loads.total_tokens_per_s
+        return self._known[leaving]

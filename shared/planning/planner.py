@@ -1,0 +1,202 @@
+"""The planner (paper §7): which role needs devices, who can give them, and whether that pays.
+
+Five steps at every observation: the role to shift up, the shift pairs, one candidate for each number of
+replicas, the benefit of each, the best one if it is positive. Paying is measured over a window of H seconds:
+
+    benefit = H · (T_candidate − T_current) − φ        tokens
+
+Liveness, beyond the paper
+- When both roles have work and neither has a replica (training just gave all devices back), T is zero with
+  any candidate of one role. The other role, stalled before and after, is then left out of both means, so that
+  the more pressed role starts; the stalled one is next.
+- Training that is not active and holds devices while no batch is ready is a donor that costs nothing.
+"""
+
+from dataclasses import dataclass, replace
+
+from shared.ids import ReplicaId, Role
+from shared.planning.candidates import Candidate, candidates
+from shared.planning.cluster import Allocation, ClusterSpec
+from shared.planning.config import PlannerConfig
+from shared.planning.evaluate import RoleReplay, combined_tokens_per_s, generation_latency
+from shared.planning.pairs import ShiftPair, shift_pairs
+from shared.planning.plan import CandidateRecord, PlanRecord, ShiftPlan
+from shared.planning.policy import ShiftPolicy
+from shared.planning.workload import WorkloadState
+
+
+@dataclass(frozen=True, slots=True)
+class _Payback:
+    """A shift that has to earn back its cost before it may be reversed."""
+
+    plan: ShiftPlan
+    until_s: float
+
+
+class Planner(ShiftPolicy):
+    """`step(WorkloadObserved(state), now_s)` returns the record of the decision, and the shift if any."""
+
+    def __init__(self, config: PlannerConfig, cluster: ClusterSpec, allocation: Allocation) -> None:
+        super().__init__(config, cluster, allocation)
+        self._gain_tokens_per_s = 0.0
+        self._last_completed_s: float | None = None
+        self._payback: _Payback | None = None
+
+    def decide(self, state: WorkloadState, now_s: float) -> PlanRecord:
+        replays = {role: self._replay(state, role) for role in (Role.ROLLOUT, Role.REWARD)}
+        training = state.training
+        if training.batch_ready and not training.is_active and not self._allocation.training_holds:
+            return self._shift_training_up(replays, now_s)
+        up_role = role_to_shift_up(replays)
+        if up_role is None:
+            return PlanRecord(now_s, "neither rollout nor reward has sequences")
+        if self._last_completed_s is not None and now_s < self._last_completed_s + self.config.cooldown_s:
+            return PlanRecord(now_s, "cooling down after the last shift", up_role)
+        pairs = self._prepare_pairs(state, up_role, replays[up_role.opposite])
+        return self._choose(up_role, pairs, replays, now_s)
+
+    def _prepare_pairs(self, state: WorkloadState, up_role: Role, donors: RoleReplay) -> list[ShiftPair]:
+        """Step 2. A ready batch protects training's devices like an active step: one is about to start."""
+        tau_s = self.shift_s(up_role, up_role.opposite)
+        return shift_pairs(
+            self.cluster,
+            self._allocation,
+            up_role,
+            lambda replica: tau_s * donors.tokens_per_s_of(replica),
+            training_active=state.training.is_active or state.training.batch_ready,
+        )
+
+    def _replay(self, state: WorkloadState, role: Role) -> RoleReplay:
+        active = self._allocation.active_of(role, self.cluster)
+        config = self.config.of(role)
+        held = set(active)
+        return RoleReplay(
+            state.of(role),
+            active,
+            [slot.id for slot in self.cluster.slots_of(role) if slot.id not in held],
+            model=config.throughput_model if self.config.use_throughput_model else None,
+            migrate=self.config.migration and self.config.use_throughput_model,
+            kv_capacity_tokens=config.kv_capacity_tokens,
+            growth_tokens=config.growth_tokens,
+        )
+
+    def _shift_training_up(self, replays: dict[Role, RoleReplay], now_s: float) -> PlanRecord:
+        plan = self.plan_for(Role.TRAINING)
+        penalty = 0.0
+        for replica in plan.down_replicas:
+            role = self.cluster.slot(replica).role
+            penalty += self.shift_s(Role.TRAINING, role) * replays[role].tokens_per_s_of(replica)
+        plan = replace(plan, penalty_tokens=penalty)
+        return PlanRecord(now_s, "the next batch is ready: training takes its devices", Role.TRAINING, plan)
+
+    def _choose(
+        self, up_role: Role, pairs: list[ShiftPair], replays: dict[Role, RoleReplay], now_s: float
+    ) -> PlanRecord:
+        current = self._combined(replays, up_role, replays[up_role].tokens_per_s, None)
+        num_active = len(self._allocation.active_of(up_role, self.cluster))
+        limit = self.config.of(up_role).max_replicas
+        max_up = sum(len(pair.up_replicas) for pair in pairs)
+        if limit is not None:
+            max_up = min(max_up, limit - num_active)
+        if max_up <= 0:
+            reason = f"{up_role} is more pressed but can get no further replica"
+            return PlanRecord(now_s, reason, up_role, current_tokens_per_s=current)
+        judged = [
+            self._judge(up_role, candidate, replays, current, now_s)
+            for candidate in candidates(pairs, max_up)
+        ]
+        best: int | None = None
+        for i, candidate in enumerate(judged):
+            is_eligible = candidate.benefit_tokens > 0 and not candidate.refusal
+            if is_eligible and (best is None or candidate.benefit_tokens > judged[best].benefit_tokens):
+                best = i
+        if best is None:
+            refusals = {c.refusal for c in judged if c.benefit_tokens > 0}
+            reason = f"{up_role} is more pressed but no shift pays"
+            if refusals:
+                reason = f"{up_role} is more pressed but {'; '.join(sorted(refusals))}"
+            return PlanRecord(now_s, reason, up_role, None, current, tuple(judged))
+        chosen = judged[best] = replace(judged[best], is_chosen=True)
+        plan = self.make_plan(
+            up_role, chosen.up_replicas, chosen.down_replicas, chosen.training_down, chosen.penalty_tokens
+        )
+        self._gain_tokens_per_s = chosen.tokens_per_s - current
+        reason = (
+            f"{len(chosen.up_replicas)} more for {up_role}: {current:.0f} to {chosen.tokens_per_s:.0f} "
+            f"tokens/s for {chosen.penalty_tokens:.0f} tokens, benefit {chosen.benefit_tokens:.0f}"
+        )
+        return PlanRecord(now_s, reason, up_role, plan, current, tuple(judged))
+
+    def _judge(
+        self,
+        up_role: Role,
+        candidate: Candidate,
+        replays: dict[Role, RoleReplay],
+        current: float,
+        now_s: float,
+    ) -> CandidateRecord:
+        up = replays[up_role].after_shift_up(candidate.up_replicas)
+        down = replays[up_role.opposite].after_shift_down(candidate.down_replicas)
+        after = self._combined(replays, up_role, up, down)
+        return CandidateRecord(
+            up_replicas=candidate.up_replicas,
+            down_replicas=candidate.down_replicas,
+            training_down=candidate.training_down,
+            penalty_tokens=candidate.penalty_tokens,
+            rollout_tokens_per_s=up if up_role is Role.ROLLOUT else down,
+            reward_tokens_per_s=up if up_role is Role.REWARD else down,
+            tokens_per_s=after,
+            benefit_tokens=self.config.window_s * (after - current) - candidate.penalty_tokens,
+            refusal=self._refusal(up_role, candidate, now_s),
+        )
+
+    def _combined(
+        self, replays: dict[Role, RoleReplay], up_role: Role, up: float, down: float | None
+    ) -> float:
+        """T with the up-role at `up` and the other at `down` (None: as it is); see liveness above."""
+        other = replays[up_role.opposite]
+        both_stalled = other.tokens_per_s == 0 and replays[up_role].tokens_per_s == 0
+        n_other = 0 if both_stalled else other.num_sequences
+        return combined_tokens_per_s(
+            replays[up_role].num_sequences, up, n_other, other.tokens_per_s if down is None else down
+        )
+
+    def _refusal(self, up_role: Role, candidate: Candidate, now_s: float) -> str:
+        donor = up_role.opposite
+        left = len(self._allocation.active_of(donor, self.cluster)) - len(candidate.down_replicas)
+        minimum = self.config.of(donor).min_replicas
+        if candidate.down_replicas and left < minimum:
+            return f"{donor} keeps at least {minimum} replicas"
+        if self._would_reverse(candidate.down_replicas, candidate.penalty_tokens, now_s):
+            assert self._payback is not None
+            return f"{self._payback.plan.id} has not paid back yet"
+        return ""
+
+    def _would_reverse(self, down: tuple[ReplicaId, ...], penalty_tokens: float, now_s: float) -> bool:
+        guarded = self._payback
+        if (
+            not self.config.payback_guard
+            or guarded is None
+            or penalty_tokens <= 0
+            or now_s >= guarded.until_s
+        ):
+            return False
+        return not set(down).isdisjoint(guarded.plan.up_replicas)
+
+    def on_completed(self, plan: ShiftPlan, now_s: float) -> None:
+        self._last_completed_s = now_s
+        if plan.training_up or plan.penalty_tokens <= 0 or self._gain_tokens_per_s <= 0:
+            return
+        payback_s = min(plan.penalty_tokens / self._gain_tokens_per_s, self.config.window_s)
+        self._payback = _Payback(plan, now_s + payback_s)
+
+
+def role_to_shift_up(replays: dict[Role, RoleReplay]) -> Role | None:
+    """Step 1 without training: the larger τ; equal, the larger N; equal, rollout. None without work."""
+    pressure = {
+        role: (generation_latency(replay.num_sequences, replay.tokens_per_s), replay.num_sequences)
+        for role, replay in replays.items()
+    }
+    if not any(n for _, n in pressure.values()):
+        return None
+    return max((Role.ROLLOUT, Role.REWARD), key=lambda role: pressure[role])

@@ -1,0 +1,44 @@
+"""What the planner knows of the work: one observation of the whole run."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shared.ids import Role
+from shared.scheduling.sequence import RoleLoad
+
+
+class TrainingActivity(StrEnum):
+    """What training does with its devices."""
+
+    IDLE = "idle"
+    """No step has been asked of it."""
+    ACTIVE = "active"
+    """A step is running: never a donor."""
+    DONE = "done"
+    """The step is over; if it still holds devices, they may be taken without loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """The training side of the run."""
+
+    activity: TrainingActivity = TrainingActivity.IDLE
+    batch_ready: bool = False
+    """The next batch is complete and waits for training."""
+
+    @property
+    def is_active(self) -> bool:
+        return self.activity is TrainingActivity.ACTIVE
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadState:
+    """Load of both generating roles, and training, at one moment."""
+
+    rollout: RoleLoad = field(default_factory=RoleLoad)
+    reward: RoleLoad = field(default_factory=RoleLoad)
+    training: TrainingState = field(default_factory=TrainingState)
+
+    def of(self, role: Role) -> RoleLoad:
+        """The load of rollout or reward."""
+        return self.rollout if role is Role.ROLLOUT else self.reward

@@ -1,0 +1,357 @@
+"""The scheduler of one generating role: which sequence runs on which replica (paper §6).
+
+Invariants, under any interleaving of arrivals, reports, shifts, deaths, duplicates and late messages
+- A sequence is in exactly one place, and none is lost.
+- Its generated tokens only grow, and no token is generated twice: while tokens may still be in flight from
+  one replica (ABORTING), the sequence is not run on another.
+- At dispatch, what a replica holds plus the growth set aside never exceeds its KV capacity.
+- The queue is served in priority order; the first sequence that fits nowhere waits at its head.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from shared.errors import ConfigError
+from shared.ids import ReplicaId, SequenceId
+from shared.scheduling.migration import Movable, ReplicaLoads, dispatch, moves_worth_making, tie_order
+from shared.scheduling.sequence import (
+    FAILED,
+    FINISHED,
+    WAITING,
+    AbortSequence,
+    Phase,
+    Place,
+    ReplicaDied,
+    ReplicaLoad,
+    ReplicaShiftedUp,
+    ReplicaShiftingDown,
+    RoleLoad,
+    RunSequence,
+    SchedulerEffect,
+    SchedulerEvent,
+    SequenceAborted,
+    SequenceCancelled,
+    SequenceFailed,
+    SequenceFinished,
+    SequencesRetired,
+    SequenceState,
+    SequenceSubmitted,
+    Tick,
+    TokensGenerated,
+)
+from shared.scheduling.throughput import UNIT, ThroughputModel
+
+Priority = Callable[[SequenceState], float]
+
+
+def first_come(state: SequenceState) -> float:
+    """The default: all alike, so that the sequence id decides."""
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How a role places its sequences."""
+
+    throughput_model: ThroughputModel | None = None
+    """None is the ablation without one: every busy replica counts the same."""
+    migration: bool = True
+    """Off is the ablation where a new replica only gets what waits."""
+    growth_margin_tokens: int = 512
+    """KV room set aside per sequence beyond its present length, at most what it may still generate."""
+    priority: Priority = first_come
+    """Smaller goes first; equal goes by sequence id."""
+
+    def __post_init__(self) -> None:
+        if self.growth_margin_tokens < 0:
+            raise ConfigError(
+                "growth_margin_tokens",
+                self.growth_margin_tokens,
+                "must not be negative",
+                "512 is a good start",
+            )
+
+
+class Scheduler:
+    """`step(event, now_s)` returns what to run and what to abort; nothing here waits or reads a clock."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._model = config.throughput_model or UNIT
+        self._sequences: dict[SequenceId, SequenceState] = {}
+        self._queue: list[tuple[float, SequenceId]] = []
+        self._on: dict[ReplicaId, set[SequenceId]] = {}
+        self._capacity: dict[ReplicaId, int] = {}
+        self._leaving: set[ReplicaId] = set()
+        self._loads = ReplicaLoads(self._model, {})
+        self._counts = dict.fromkeys(("num_stale_reports", "num_dispatched", "num_aborts", "num_moves"), 0)
+        self._counts |= dict.fromkeys(("num_finished", "num_failed"), 0)
+
+    def step(self, event: SchedulerEvent, now_s: float) -> list[SchedulerEffect]:
+        """Take in `event` and return the effects to carry out, in order."""
+        effects: list[SchedulerEffect] = []
+        match event:
+            case SequenceSubmitted():
+                self._submit(event)
+            case TokensGenerated():
+                if state := self._reported(event):
+                    self._grow(state, event.num_tokens_total)
+            case SequenceFinished():
+                if state := self._reported(event):
+                    self._take_off(self._grow(state, event.num_tokens_total), FINISHED)
+            case SequenceFailed():
+                if state := self._reported(event):
+                    self._take_off(state, FAILED)
+            case SequenceAborted():
+                if state := self._reported(event):
+                    self._requeue(self._grow(state, event.num_tokens_total))
+            case SequenceCancelled():
+                effects += self._cancel(event.sequence)
+            case SequencesRetired():
+                self._retire(event.sequences)
+            case ReplicaShiftedUp():
+                effects += self._shift_up(event)
+                return effects
+            case ReplicaShiftingDown():
+                effects += self._shift_down(event.replicas)
+            case ReplicaDied():
+                self._bury(event.replica)
+            case Tick():
+                pass
+            case _:
+                assert_never(event)
+        effects += self._dispatch()
+        return effects
+
+    def sequence(self, sequence: SequenceId) -> SequenceState | None:
+        """What is known about a sequence, until it is retired."""
+        return self._sequences.get(sequence)
+
+    def is_empty(self, replica: ReplicaId) -> bool:
+        """True once nothing runs on `replica` and no abort is outstanding: it may be put to sleep."""
+        return not self._on.get(replica)
+
+    def load(self, max_lengths: int | None = None) -> RoleLoad:
+        """A snapshot for telemetry and planning; `max_lengths` keeps only the shortest of each replica.
+
+        Replicas being emptied are left out: what is still on them counts as waiting.
+        """
+        replicas, leaving = [], []
+        for replica in sorted(self._on, key=tie_order):
+            lengths = sorted(self._sequences[s].length for s in self._on[replica])
+            if replica in self._leaving:
+                leaving += lengths
+                continue
+            load = ReplicaLoad(
+                replica, len(lengths), sum(lengths), self._capacity[replica], tuple(lengths[:max_lengths])
+            )
+            replicas.append(load)
+        waiting = [self._sequences[s].length for _, s in sorted(self._queue)]
+        return RoleLoad(tuple(replicas), (*leaving, *waiting))
+
+    def gauges(self) -> dict[str, float]:
+        """Counts since the start, and the present state."""
+        running = sum(len(on) for on in self._on.values())
+        active = [i for i, replica in enumerate(self._loads.ids) if replica not in self._leaving]
+        return {
+            **self._counts,
+            "num_waiting": len(self._queue),
+            "num_on_replicas": running,
+            "num_replicas": len(active),
+            "tokens_per_s": self._loads.total_tokens_per_s,
+            "kv_room_tokens": sum(max(0, self._loads.room_tokens(i)) for i in active),
+        }
+
+    # Sequences
+
+    def _submit(self, event: SequenceSubmitted) -> None:
+        if event.sequence in self._sequences:
+            return
+        state = SequenceState(
+            event.sequence, event.prompt_tokens, event.generated_tokens, event.max_new_tokens
+        )
+        self._sequences[state.id] = state
+        self._enqueue(state)
+
+    def _enqueue(self, state: SequenceState) -> None:
+        heapq.heappush(self._queue, (self._config.priority(state), state.id))
+
+    def _reported(
+        self, event: TokensGenerated | SequenceFinished | SequenceFailed | SequenceAborted
+    ) -> SequenceState | None:
+        """The sequence a report is about, if it is still on that replica in that attempt."""
+        state = self._sequences.get(event.sequence)
+        if state and state.place.replica == event.replica and state.attempt == event.attempt:
+            return state
+        self._counts["num_stale_reports"] += 1
+        return None
+
+    def _grow(self, state: SequenceState, num_tokens_total: int) -> SequenceState:
+        new_tokens = num_tokens_total - state.generated_tokens
+        if new_tokens <= 0:
+            return state
+        grown = replace(state, generated_tokens=num_tokens_total)
+        self._sequences[state.id] = grown
+        assert state.place.replica is not None
+        self._loads.change(
+            self._loads.index[state.place.replica], 0, new_tokens, self._need(grown) - self._need(state)
+        )
+        return grown
+
+    def _take_off(self, state: SequenceState, to: Place) -> SequenceState:
+        """Move a sequence from its replica to `to`; an emptied replica is forgotten with its last one."""
+        replica = state.place.replica
+        assert replica is not None
+        self._on[replica].remove(state.id)
+        self._loads.change(self._loads.index[replica], -1, -state.length, -self._need(state))
+        moved = replace(state, place=to, attempt=state.attempt + (to is WAITING))
+        self._sequences[state.id] = moved
+        self._counts["num_finished"] += to is FINISHED
+        self._counts["num_failed"] += to is FAILED
+        if replica in self._leaving and not self._on[replica]:
+            self._forget_replica(replica)
+        return moved
+
+    def _requeue(self, state: SequenceState) -> None:
+        if state.is_cancelled:
+            self._take_off(state, FAILED)
+        else:
+            self._enqueue(self._take_off(state, WAITING))
+
+    def _cancel(self, sequence: SequenceId) -> list[SchedulerEffect]:
+        state = self._sequences.get(sequence)
+        if state is None or state.place in (FINISHED, FAILED) or state.is_cancelled:
+            return []
+        if state.place is WAITING:
+            self._queue.remove((self._config.priority(state), state.id))
+            heapq.heapify(self._queue)
+            self._sequences[sequence] = replace(state, place=FAILED)
+            self._counts["num_failed"] += 1
+            return []
+        self._sequences[sequence] = state = replace(state, is_cancelled=True)
+        return self._abort(state)
+
+    def _abort(self, state: SequenceState) -> list[SchedulerEffect]:
+        if state.place.phase is Phase.ABORTING:
+            return []
+        assert state.place.replica is not None
+        self._sequences[state.id] = replace(state, place=Place(Phase.ABORTING, state.place.replica))
+        self._counts["num_aborts"] += 1
+        return [AbortSequence(state.place.replica, state.id, state.attempt)]
+
+    def _retire(self, sequences: tuple[SequenceId, ...]) -> None:
+        for sequence in sequences:
+            state = self._sequences.get(sequence)
+            if state and state.place in (FINISHED, FAILED):
+                del self._sequences[sequence]
+
+    def _need(self, state: SequenceState) -> int:
+        return state.kv_need(self._config.growth_margin_tokens)
+
+    # Replicas
+
+    def _shift_up(self, event: ReplicaShiftedUp) -> list[SchedulerEffect]:
+        replica = event.replica
+        is_new = replica not in self._on or replica in self._leaving
+        self._leaving.discard(replica)
+        self._on.setdefault(replica, set())
+        if self._capacity.get(replica) != event.kv_capacity_tokens or is_new:
+            self._capacity[replica] = event.kv_capacity_tokens
+            self._rebuild()
+        effects = self._dispatch()
+        if is_new and self._config.migration and not self._queue:
+            effects += self._abort_for_moves()
+        return effects
+
+    def _abort_for_moves(self) -> list[SchedulerEffect]:
+        """Decide the moves on a copy where aborts under way have landed; abort what then runs elsewhere."""
+        loads = self._loads.copy()
+        running: list[list[Movable]] = [[] for _ in loads.ids]
+        aborting: list[Movable] = []
+        by_rank: list[SequenceState] = []
+        for state in sorted(
+            (self._sequences[s] for on in self._on.values() for s in on),
+            key=lambda s: (self._config.priority(s), s.id),
+        ):
+            assert state.place.replica is not None
+            movable = Movable(state.length, len(by_rank), self._need(state))
+            by_rank.append(state)
+            at = loads.index[state.place.replica]
+            if state.place.phase is Phase.RUNNING:
+                running[at].append(movable)
+            else:
+                loads.change(at, -1, -movable.length, -movable.need)
+                if not state.is_cancelled:
+                    aborting.append(movable)
+        if len(dispatch(loads, aborting)) < len(aborting):
+            return []
+        for movables in running:
+            movables.sort()
+        ends_on: dict[int, int] = {}
+        for move in moves_worth_making(loads, running):
+            ends_on[move.movable.rank] = move.target
+        effects: list[SchedulerEffect] = []
+        for rank, target in ends_on.items():
+            if loads.ids[target] != by_rank[rank].place.replica:
+                self._counts["num_moves"] += 1
+                effects += self._abort(by_rank[rank])
+        return effects
+
+    def _shift_down(self, replicas: tuple[ReplicaId, ...]) -> list[SchedulerEffect]:
+        effects: list[SchedulerEffect] = []
+        for replica in sorted(replicas, key=tie_order):
+            if replica not in self._on:
+                continue
+            if not self._on[replica]:
+                self._forget_replica(replica)
+                continue
+            self._leaving.add(replica)
+            self._loads.set_open(self._loads.index[replica], False)
+            for sequence in sorted(self._on[replica]):
+                effects += self._abort(self._sequences[sequence])
+        return effects
+
+    def _bury(self, replica: ReplicaId) -> None:
+        for sequence in sorted(self._on.get(replica, ())):
+            self._requeue(self._sequences[sequence])
+        if replica in self._on:
+            self._forget_replica(replica)
+
+    def _forget_replica(self, replica: ReplicaId) -> None:
+        del self._on[replica], self._capacity[replica]
+        self._leaving.discard(replica)
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._loads = ReplicaLoads(self._model, self._capacity)
+        for replica, sequences in self._on.items():
+            at = self._loads.index[replica]
+            for sequence in sequences:
+                state = self._sequences[sequence]
+                self._loads.change(at, 1, state.length, self._need(state))
+            self._loads.set_open(at, replica not in self._leaving)
+
+    # Dispatch
+
+    def _dispatch(self) -> list[SchedulerEffect]:
+        """Run the head of the queue where it gains most, until the head fits nowhere."""
+        effects: list[SchedulerEffect] = []
+        popped: list[SequenceState] = []
+        placed = dispatch(self._loads, self._heads(popped))
+        for state, at in zip(popped, placed, strict=True):
+            replica = self._loads.ids[at]
+            self._sequences[state.id] = replace(state, place=Place(Phase.RUNNING, replica))
+            self._on[replica].add(state.id)
+            self._counts["num_dispatched"] += 1
+            effects.append(RunSequence(replica, state.id, state.attempt))
+        return effects
+
+    def _heads(self, popped: list[SequenceState]) -> Iterator[Movable]:
+        """The queue in order; a head leaves it when the next one is asked for, that is, once placed."""
+        while self._queue:
+            state = self._sequences[self._queue[0][1]]
+            yield Movable(state.length, 0, self._need(state))
+            heapq.heappop(self._queue)
+            popped.append(state)
