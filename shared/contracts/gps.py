@@ -17,7 +17,8 @@ class PolicyVersion(Message):
 
 
 class PoolTensor(Message):
-    """One canonical tensor in a pool region, row-major from `offset_bytes`. `dtype` as torch names it: "bfloat16"."""
+    """One canonical tensor in a pool region, row-major from `offset_bytes`. `dtype` as torch names it:
+    "bfloat16"."""
 
     name: str
     dtype: str
@@ -26,7 +27,8 @@ class PoolTensor(Message):
 
 
 class PoolView(Message):
-    """A mapped region of the host pool that holds one version of one model. `path` is a shared-memory file."""
+    """A mapped region of the host pool that holds one version of one model. `path` is a shared-memory
+    file."""
 
     path: str
     nbytes: int
@@ -44,13 +46,16 @@ class TensorBox(Message):
 
 
 class ReadRequest(Message):
-    """replica or rank → gps: Read(M, G, P) for one receiver. `boxes` is its layout; empty means the whole model."""
+    """replica or rank → gps: Read(M, G, P) for one receiver. `boxes` is its layout; empty means the whole
+    model."""
 
     model: str
     receiver: str
     min_version: int = 0
     boxes: tuple[TensorBox, ...] = ()
     lease_s: float = 120.0
+    wait_s: float = 0.0
+    """How long to wait for `min_version` to be committed before the answer is a conflict."""
 
 
 class ReadGrant(Message):
@@ -75,6 +80,11 @@ class WriteRequest(Message):
     writer: str
     writers: tuple[str, ...]
     boxes: tuple[TensorBox, ...]
+    attempt: str = ""
+    """Equal for all writers of one life of the training ranks. A repeated request of the same attempt gets
+    the same grant; another attempt (or none) replaces a torn Write."""
+    wait_s: float = 30.0
+    """How long to wait for readers of the spare buffer to leave before the answer is a conflict."""
 
 
 class WriteGrant(Message):
@@ -87,7 +97,8 @@ class WriteGrant(Message):
 
 
 class WriteCommit(Message):
-    """rank → gps: every byte of its boxes is in place. `checksums` (xxh3_64 hex) in the order of its boxes."""
+    """rank → gps: every byte of its boxes is in place. `checksums` (xxh3_64 hex) in the order of its
+    boxes."""
 
     writer: str
     checksums: tuple[str, ...]
@@ -100,3 +111,38 @@ class WriteStatus(Message):
     version: int
     committed: bool
     pending_writers: tuple[str, ...]
+
+
+class ModelStatus(Message):
+    """gps → anyone: one model of the host pool. `leases` hold the readable version or an older one."""
+
+    model: str
+    version: int
+    checksum: str
+    dtype: str
+    nbytes: int
+    num_tensors: int
+    is_frozen: bool
+    leases: tuple[str, ...] = ()
+    open_write: WriteStatus | None = None
+
+
+class PeerRegion(Message):
+    """A registered region that peers may copy from and to. `path` is set where it is a shared-memory file."""
+
+    name: str
+    address: int
+    nbytes: int
+    kind: str = "DRAM"
+    device: int = 0
+    path: str = ""
+
+
+class PeerInfo(Message):
+    """transport → peer's transport: who it is and what it registered. `metadata` is the agent's blob,
+    base64."""
+
+    transport: str
+    agent: str
+    metadata: str = ""
+    regions: tuple[PeerRegion, ...] = ()
