@@ -1,7 +1,7 @@
 """What a replica worker needs: an inference engine to run sequences, and a source to read weights from.
 
-Both are declared here, at their consumer (`replica.py`); neither knows the bus. An engine is synchronous and is
-only ever called from one thread, so an implementation needs no lock.
+Both are declared here, at their consumer (`replica.py`); neither knows the bus. An engine is synchronous and
+is only ever called from one thread, so an implementation needs no lock.
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ class Engine(Protocol):
     Every method is synchronous, and the caller uses one thread for all of them. The caller need not know how
     the engine lays its parameters out, nor how it batches.
 
-    Errors: `EngineError` where the engine refused or died, `LayoutError` where a checkpoint cannot be mapped on
-    its parameters by pure copies.
+    Errors: `EngineError` where the engine refused or died, `LayoutError` where a checkpoint cannot be mapped
+    on its parameters by pure copies.
     """
 
     @property
@@ -69,7 +69,7 @@ class Engine(Protocol):
         """
 
     def abort(self, keys: Sequence[SequenceKey]) -> list[TokenDelta]:
-        """Stop sequences. One delta for each key it ran, with the tokens no `step` has returned (may be none).
+        """Stop sequences. One delta for each key it ran, with the tokens no `step` has returned (or none).
 
         A key it does not run is left out of the answer.
         """

@@ -1,15 +1,15 @@
 """Canonical checkpoint tensors → an engine's fused parameters, *recorded* from the engine's own loader.
 
-An engine fuses q, k and v, or gate and up, pads the vocabulary, and cuts for tensor parallelism. Nobody writes that
-down a second time here: the model is built on the meta device (shapes, no memory), its own `load_weights` runs
-once on meta tensors named like the checkpoint, and every `copy_` it makes is recorded as
+An engine fuses q, k and v, or gate and up, pads the vocabulary, and cuts for tensor parallelism. Nobody
+writes that down a second time here: the model is built on the meta device (shapes, no memory), its own
+`load_weights` runs once on meta tensors named like the checkpoint, and every `copy_` it makes is recorded as
 
     (checkpoint tensor, strided view)  →  (parameter, strided view)        in elements
 
 Replaying the copies on real memory is then the Read of paper §5.1. What must hold, or recording fails with
 `LayoutError` naming the checkpoint tensor and the operation:
-  - between a checkpoint tensor and a parameter there are only views and `copy_` (which may convert the dtype);
-    concatenation, arithmetic, casting beforehand and reinterpretation of bytes are refused;
+  - between a checkpoint tensor and a parameter there are only views and `copy_` (which may convert the
+    dtype); concatenation, arithmetic, casting beforehand and reinterpretation of bytes are refused;
   - every element of every parameter is written by exactly one copy, or filled with a constant (padding).
 """
 
@@ -23,57 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.contracts.gps import PoolTensor, TensorBox
 from shared.errors import LayoutError, PivotError
-
-Intervals = tuple[np.ndarray, np.ndarray]
-"""Starts and ends of half-open element ranges, sorted by start."""
-
-
-@dataclass(frozen=True, slots=True)
-class StridedView:
-    """`tensor.as_strided(size, stride, offset)`, in elements."""
-
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "StridedView":
-        return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
-
-    @property
-    def numel(self) -> int:
-        return int(np.prod(self.size, dtype=np.int64))
-
-    @property
-    def is_contiguous(self) -> bool:
-        run = 1
-        for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
-            if size != 1 and stride != run:
-                return False
-            run *= size
-        return True
-
-    def on(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This view of `tensor`, whose elements are contiguous from its own storage offset."""
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
-
-    def intervals(self) -> Intervals:
-        """The elements it touches.
-
-        >>> StridedView(2, (3, 2), (10, 1)).intervals()
-        (array([ 2, 12, 22]), array([ 4, 14, 24]))
-        """
-        dims = sorted(
-            (stride, size) for size, stride in zip(self.size, self.stride, strict=True) if size != 1
-        )
-        run = 1
-        while dims and dims[0][0] == run:
-            run *= dims.pop(0)[1]
-        starts = np.array([self.offset], dtype=np.int64)
-        for stride, size in reversed(dims):
-            starts = np.add.outer(starts, np.arange(size, dtype=np.int64) * stride).ravel()
-        starts = np.sort(starts)
-        return starts, starts + run
+from shared.weights.strided import Intervals, StridedView, box_of, merged, overlap, staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +50,7 @@ Operation = Copy | Fill
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """A parameter before the engine repacks it. `aliases` are the other names of the same memory (tied weights)."""
+    """A parameter before the engine repacks it. `aliases` are other names of its memory (tied weights)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -109,7 +59,10 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoaderMap:
-    """The recorded copies of one rank of one model. `unread` are checkpoint tensors the loader skipped (tied heads)."""
+    """The recorded copies of one rank of one model.
+
+    `unread` are checkpoint tensors the loader skipped, such as a tied head.
+    """
 
     sources: tuple[PoolTensor, ...]
     parameters: Mapping[str, ParameterSpec]
@@ -194,7 +147,7 @@ class LoaderMap:
                 if stage is None or operation.source_view.is_contiguous:
                     target.copy_(operation.source_view.on(source), non_blocking=target.is_cuda)
                 else:
-                    target.copy_(_staged(operation.source_view, source, stage))
+                    target.copy_(staged(operation.source_view, source, stage))
                 read_bytes += operation.source_view.numel * source.element_size()
         return read_bytes
 
@@ -202,7 +155,7 @@ class LoaderMap:
         """What this rank Reads, in recording order, without repeats."""
         shapes = {source.name: source.shape for source in self.sources}
         found = {
-            _box(operation.source, shapes[operation.source], operation.source_view): None
+            box_of(operation.source, shapes[operation.source], operation.source_view): None
             for operation in self.operations
             if isinstance(operation, Copy)
         }
@@ -211,36 +164,6 @@ class LoaderMap:
 
 def _signature(sources: Iterable[PoolTensor]) -> set[tuple[str, str, tuple[int, ...]]]:
     return {(source.name, source.dtype, tuple(source.shape)) for source in sources}
-
-
-def _staged(
-    view: StridedView, source: torch.Tensor, stage: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """`view` of `source`, by way of the one contiguous range that covers it."""
-    last = view.offset + sum((s - 1) * d for s, d in zip(view.size, view.stride, strict=True))
-    hull = stage(source.view(-1)[view.offset : last + 1])
-    return StridedView(0, view.size, view.stride).on(hull)
-
-
-def _box(name: str, shape: tuple[int, ...], view: StridedView) -> TensorBox:
-    """The box of `shape` that `view` reads, or the flat range that covers it where it is no box."""
-    strides = [int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))]
-    extent = dict.fromkeys(strides, 1)
-    for size, stride in zip(view.size, view.stride, strict=True):
-        if size != 1 and stride in extent:
-            extent[stride] *= size
-    start, rest = [], view.offset
-    for stride in strides:
-        start.append(rest // stride)
-        rest %= stride
-    sizes = tuple(extent[s] if axis == strides.index(s) else 1 for axis, s in enumerate(strides))
-    is_box = int(np.prod(sizes, dtype=np.int64)) == view.numel and all(
-        first + size <= full for first, size, full in zip(start, sizes, shape, strict=True)
-    )
-    if is_box and shape:
-        return TensorBox(tensor=name, start=tuple(start), shape=sizes)
-    last = view.offset + sum((s - 1) * d for s, d in zip(view.size, view.stride, strict=True))
-    return TensorBox(tensor=name, flat_start=view.offset, flat_count=last + 1 - view.offset)
 
 
 def _check_complete(name: str, spec: ParameterSpec, operations: Sequence[Operation]) -> None:
@@ -252,33 +175,20 @@ def _check_complete(name: str, spec: ParameterSpec, operations: Sequence[Operati
         if isinstance(operation, Copy):
             copied.append(intervals)
             continue
-        if any(_overlap(intervals, before) for before in copied):
+        if any(overlap(intervals, before) for before in copied):
             raise LayoutError(f"parameter {name}: a fill overwrites copied elements", parameter=name)
         filled.append(intervals)
-    starts, ends = _merged(copied)
+    starts, ends = merged(copied)
     if (starts[1:] < ends[:-1]).any():
         raise LayoutError(f"parameter {name}: some elements are copied twice", parameter=name)
-    starts, ends = _merged(copied + filled)
+    starts, ends = merged(copied + filled)
     reach = np.maximum.accumulate(np.concatenate((np.zeros(1, dtype=np.int64), ends)))
     numel = int(np.prod(spec.shape, dtype=np.int64))
     if (starts > reach[:-1]).any() or int(reach[-1]) < numel:
         raise LayoutError(f"parameter {name}: the checkpoint leaves part of it unwritten", parameter=name)
 
 
-def _merged(intervals: Sequence[Intervals]) -> Intervals:
-    empty = np.zeros(0, dtype=np.int64)
-    starts = np.concatenate([empty, *(i[0] for i in intervals)])
-    ends = np.concatenate([empty, *(i[1] for i in intervals)])
-    order = np.argsort(starts, kind="stable")
-    return starts[order], ends[order]
-
-
-def _overlap(left: Intervals, right: Intervals) -> bool:
-    starts, ends = _merged([left, right])
-    return bool((starts[1:] < np.maximum.accumulate(ends)[:-1]).any())
-
-
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Sees every operator the loader runs. Memory is told apart by the identity of its (empty) storage."""
 
     def __init__(self, model: torch.nn.Module, sources: Sequence[PoolTensor]) -> None:
@@ -309,9 +219,7 @@ class _Recorder(TorchDispatchMode):
             self.current = name
             yield name, tensor
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = func._schema.name
         tracked = [t for t in _tensors((args, kwargs)) if self._is_tracked(t)]

@@ -1,7 +1,7 @@
 """Random models of a few megabytes, in Hugging Face folders and in pool files.
 
-`write_model` makes a folder (config, safetensors, byte-level tokenizer); `write_pool` lays its tensors out in one
-file the way GPS lays a version out in shared memory.
+`write_model` makes a folder (config, safetensors, byte-level tokenizer); `write_pool` lays its tensors out in
+one file the way GPS lays a version out in shared memory.
 """
 
 import json
@@ -37,7 +37,8 @@ class TinySpec:
     @property
     def name(self) -> str:
         tied = "tied" if self.tie_word_embeddings else "untied"
-        return f"{self.family}-{self.hidden_size}x{self.num_layers}-v{self.vocab_size}-{tied}-{self.dtype}-{self.seed}"
+        shape = f"{self.hidden_size}x{self.num_layers}-v{self.vocab_size}"
+        return f"{self.family}-{shape}-{tied}-{self.dtype}-{self.seed}"
 
     def config(self) -> dict[str, Any]:
         """The Hugging Face `config.json`."""

@@ -1,19 +1,18 @@
 """vLLM as an `Engine`: one in-process `LLMEngine`, stepped by its caller.
 
-It starts with dummy weights and falls asleep; weights only ever come from a Read. Requests are token ids in and
-token ids out. What must hold:
-  - async scheduling is off: every token that `step` returns was drawn with the weights held at that moment, so its
-    version stamp is exact, and an abort loses no token inside the engine;
-  - the prefix cache is salted with the policy version: a sequence never reuses keys and values of other weights,
-    although running sequences keep theirs across a refresh;
+It starts with dummy weights and falls asleep; weights only ever come from a Read. Requests are token ids in
+and token ids out. What must hold:
+  - async scheduling is off: every token that `step` returns was drawn with the weights held at that moment,
+    so its version stamp is exact, and an abort loses no token inside the engine;
+  - the prefix cache is salted with the policy version: a sequence never reuses keys and values of other
+    weights, although running sequences keep theirs across a refresh;
   - end-of-sequence ids are ignored unless named in `sampling.stop_token_ids`: the role decides what ends a
     sequence. The stop token itself is returned.
 
-Greedy decoding resumes exactly. Sampled decoding resumes with the seed `mix(seed, tokens generated so far)`: the
-same interruption repeats exactly, but differs from the uninterrupted run after the point of resumption.
+Greedy decoding resumes exactly. Sampled decoding resumes with the seed `mix(seed, tokens generated so far)`:
+the same interruption repeats exactly, but differs from the uninterrupted run after the point of resumption.
 """
 
-import hashlib
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -22,8 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shared.contracts.gps import PoolTensor, PoolView, TensorBox
-from shared.contracts.replica import FinishReason, SequenceSpec, TokenDelta
+from shared.contracts.replica import SequenceSpec, TokenDelta
 from shared.errors import ConfigError, EngineError, InvalidRequest, PivotError
+from shared.inference.engines.vllm_requests import RunningRequest, finish_reason_of, request_id, resume_seed
 from shared.inference.ports import NO_VERSION, LoadSnapshot, ReadReport, SequenceKey
 
 WORKER_EXTENSION = "shared.inference.engines.vllm_worker.PivotWorkerExtension"
@@ -36,7 +36,7 @@ class VllmEngineConfig:
     model: str
     """Hugging Face folder. Only its configuration is read; weights come from GPS."""
     kv_cache_memory_bytes: int
-    """KV cache of each rank. Explicit, so that no memory profiling runs while another engine shares the device."""
+    """KV cache of each rank. Explicit: no memory profiling runs while another engine shares the device."""
     max_model_len: int
     """Prompt and generated tokens of one sequence."""
     max_num_seqs: int = 64
@@ -59,43 +59,13 @@ class VllmEngineConfig:
             )
 
 
-class _Running:
-    """One request inside vLLM. `done` counts generated tokens, resumed ones included."""
-
-    __slots__ = ("done", "prompt", "spec")
-
-    def __init__(self, spec: SequenceSpec) -> None:
-        self.spec = spec
-        self.prompt = len(spec.prompt_token_ids)
-        self.done = len(spec.generated_token_ids)
-
-    @property
-    def key(self) -> SequenceKey:
-        return self.spec.sequence_id, self.spec.attempt
-
-    def delta(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, reason: FinishReason | None
-    ) -> TokenDelta:
-        start = self.done
-        self.done += len(token_ids)
-        return TokenDelta(
-            sequence_id=self.spec.sequence_id,
-            attempt=self.spec.attempt,
-            start=start,
-            token_ids=tuple(token_ids),
-            logprobs=tuple(logprobs),
-            versions=((version, len(token_ids)),) if token_ids else (),
-            finish_reason=reason,
-        )
-
-
 class VllmEngine:
     """See `Engine`. Heavy imports happen in `start`."""
 
     def __init__(self, config: VllmEngineConfig) -> None:
         self.config = config
         self._llm: Any = None
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, RunningRequest] = {}
         self._ready: list[TokenDelta] = []
         self._version = NO_VERSION
         self._boxes: tuple[TensorBox, ...] = ()
@@ -115,6 +85,11 @@ class VllmEngine:
         if is_cpu and config.cpu_cores:
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.cpu_cores
         with _engine_errors("start"):
+            if is_cpu:
+                import torch._dynamo
+
+                # eager anyway; vLLM's sampler would still compile a helper for 20 s at the first token
+                torch._dynamo.config.disable = True
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -122,7 +97,7 @@ class VllmEngine:
                 model=config.model,
                 skip_tokenizer_init=True,
                 load_format="dummy",
-                dtype=config.dtype,  # type: ignore[arg-type]
+                dtype=config.dtype,
                 seed=config.seed,
                 max_model_len=config.max_model_len,
                 max_num_seqs=config.max_num_seqs,
@@ -149,14 +124,20 @@ class VllmEngine:
         self._version = NO_VERSION
         if llm is not None:
             with _engine_errors("close"):
+                from vllm.distributed import cleanup_dist_env_and_memory
+
                 llm.engine_core.shutdown()
+                del llm
+                cleanup_dist_env_and_memory()
 
     def submit(self, spec: SequenceSpec) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        running = _Running(spec)
-        identity = _request_id(running.key)
+        if self._version == NO_VERSION:
+            raise EngineError("asleep: no weights to run with")
+        running = RunningRequest(spec)
+        identity = request_id(running.key)
         if identity in self._running:
             raise InvalidRequest("sequence_id", f"{identity} already runs here")
         tokens = [*spec.prompt_token_ids, *spec.generated_token_ids]
@@ -176,7 +157,7 @@ class VllmEngine:
             max_tokens=remaining,
             temperature=spec.sampling.temperature,
             top_p=spec.sampling.top_p,
-            seed=_resume_seed(spec.sampling.seed, running.done),
+            seed=resume_seed(spec.sampling.seed, running.done),
             stop_token_ids=list(spec.sampling.stop_token_ids),
             ignore_eos=True,
             logprobs=0,
@@ -189,12 +170,12 @@ class VllmEngine:
         self._running[identity] = running
 
     def abort(self, keys: Sequence[SequenceKey]) -> list[TokenDelta]:
-        wanted = {_request_id(key): key for key in keys}
+        wanted = {request_id(key): key for key in keys}
         running = [identity for identity in wanted if identity in self._running]
         with _engine_errors("abort"):
             self._llm.abort_request(running)
         stopped = [self._running.pop(identity).delta((), (), self._version, None) for identity in running]
-        finished = {key for key in wanted.values()} - {(d.sequence_id, d.attempt) for d in stopped}
+        finished = set(wanted.values()) - {(d.sequence_id, d.attempt) for d in stopped}
         waiting = [d for d in self._ready if (d.sequence_id, d.attempt) in finished]
         self._ready = [d for d in self._ready if (d.sequence_id, d.attempt) not in finished]
         return stopped + waiting
@@ -213,7 +194,7 @@ class VllmEngine:
             completion = output.outputs[0]
             tokens = [int(token) for token in completion.token_ids]
             logprobs = [float(at[t].logprob) for at, t in zip(completion.logprobs or (), tokens, strict=True)]
-            reason = _finish_reason(completion.finish_reason)
+            reason = finish_reason_of(completion.finish_reason)
             if tokens or reason is not None:
                 deltas.append(running.delta(tokens, logprobs, self._version, reason))
             if reason is not None:
@@ -248,9 +229,11 @@ class VllmEngine:
         if self._awake:
             self._llm.sleep(level=2)
         self._resident_bytes = sum(self._rpc("pivot_resident"))
-        return before - self._resident_bytes
+        return int(before) - self._resident_bytes
 
     def wake(self, view: PoolView, version: int) -> ReadReport:
+        if self._awake:
+            raise EngineError("awake already")
         with _engine_errors("wake"):
             if self.config.device == "cpu":
                 report = self._read(view)
@@ -268,6 +251,8 @@ class VllmEngine:
         return report
 
     def refresh(self, view: PoolView, version: int) -> ReadReport:
+        if self._version == NO_VERSION:
+            raise EngineError("asleep: nothing to refresh")
         with _engine_errors("refresh"):
             self.map_layout(view)  # anything that cannot be mapped fails here, before a parameter is touched
             self._version = NO_VERSION
@@ -278,7 +263,7 @@ class VllmEngine:
         return report
 
     def map_layout(self, view: PoolView) -> None:
-        """Record how the checkpoint in `view` maps on the parameters, without reading any. Cheap when known."""
+        """Record how the checkpoint in `view` maps on the parameters, without a Read. Cheap when known."""
         boxes = {
             TensorBox(**box): None for rank in self._rpc("pivot_boxes", _wire(view.tensors)) for box in rank
         }
@@ -315,28 +300,6 @@ class VllmEngine:
 
 def _wire(tensors: Sequence[PoolTensor]) -> list[tuple[str, str, tuple[int, ...], int]]:
     return [(tensor.name, tensor.dtype, tensor.shape, tensor.offset_bytes) for tensor in tensors]
-
-
-def _request_id(key: SequenceKey) -> str:
-    return f"{key[0]}:{key[1]}"
-
-
-def _resume_seed(seed: int | None, done: int) -> int | None:
-    """A fresh sampling start `seed` itself uses, and an unrelated one for every point of resumption."""
-    if seed is None or done == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}:{done}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def _finish_reason(reason: str | None) -> FinishReason | None:
-    if reason is None:
-        return None
-    if reason == "stop":
-        return "stop"
-    if reason == "length":
-        return "length"
-    raise EngineError(f"vLLM finished a sequence with {reason!r}")
 
 
 @contextmanager

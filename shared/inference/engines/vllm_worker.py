@@ -1,12 +1,12 @@
 """What runs inside each vLLM worker: Read into live parameters, and on CPU a sleep that really frees.
 
-`PivotWorkerExtension` is mixed into vLLM's own `Worker` (`worker_extension_cls`); the engine calls its methods with
-`collective_rpc` and plain values, so they also cross to worker processes under tensor parallelism.
+`PivotWorkerExtension` is mixed into vLLM's own `Worker` (`worker_extension_cls`); the engine calls its
+methods with `collective_rpc` and plain values, which also cross to the workers of tensor parallelism.
 
-On GPU vLLM's allocator unmaps and remaps the parameters under unchanged addresses, and a Read is one pinned copy
-from the mapped pool into each of them. On CPU vLLM packs a linear layer's weight after loading and drops the
-original, so a Read goes module by module: an unpacked fused parameter, the copies, the layer's own
-`process_weights_after_loading` again. That is also what keeps a tied `lm_head` from serving stale packed weights.
+On GPU vLLM's allocator unmaps and remaps the parameters under unchanged addresses, and a Read is one pinned
+copy from the mapped pool into each of them. On CPU vLLM packs a linear layer's weight after loading and drops
+the original, so a Read goes module by module: an unpacked fused parameter, the copies, the layer's own
+`process_weights_after_loading` again. That also keeps a tied `lm_head` from serving stale packed weights.
 """
 
 import copy
@@ -105,7 +105,7 @@ class _Weights:
             for name, dtype, shape, offset in wire
         )
         if self.map is None or not self.map.fits(sources):
-            recorded = LoaderMap.record(_meta_model(self.vllm_config), sources)
+            recorded = LoaderMap.record(build_model(self.vllm_config, "meta"), sources)
             self._check_live(recorded)
             self.map = recorded
         return self.map
@@ -129,7 +129,7 @@ class _Weights:
             method = type(getattr(module, "quant_method", None)).__name__
             if method not in _IN_PLACE_METHODS:
                 raise LayoutError(
-                    f"module {name}: {method} may rearrange weights after loading, so a Read cannot fill them",
+                    f"module {name}: {method} may rearrange weights after loading: a Read cannot fill it",
                     parameter=name,
                 )
 
@@ -199,13 +199,14 @@ class _Weights:
 
 
 _IN_PLACE_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
-"""Layers whose weights keep their loaded form on GPU, so that copies into the live parameter are all it takes."""
+"""Layers whose weights keep their loaded form on GPU: copies into the live parameter are all it takes."""
 
 
-def _meta_model(vllm_config: Any) -> torch.nn.Module:
-    """The engine's model on the meta device, as this rank builds it: shapes and loaders without memory.
+def build_model(vllm_config: Any, device: str) -> torch.nn.Module:
+    """Another copy of the engine's model, as this rank builds it and before any weight is loaded.
 
-    It gets a configuration of its own where the live model has registered its layers, and is never compiled.
+    On the meta device it has shapes and loaders without memory. It gets a configuration of its own where the
+    live model has registered its layers, and is never compiled.
     """
     from vllm.config import CompilationMode
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -219,7 +220,7 @@ def _meta_model(vllm_config: Any) -> torch.nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(vllm_config.model_config.dtype)
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             model: torch.nn.Module = initialize_model(vllm_config=config)
     finally:
         torch.set_default_dtype(before)
@@ -272,7 +273,7 @@ class PivotWorkerExtension:
         if self._pivot_weights().is_cpu:
             return resident_bytes()
         free, total = torch.cuda.mem_get_info()
-        return total - free
+        return int(total - free)
 
     def _pivot_caches(self) -> list[torch.Tensor]:
         caches: list[torch.Tensor] = []

@@ -1,0 +1,337 @@
+"""vLLM on CPU keeps the engine contract, and reads weights exactly as vLLM itself loads them."""
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.contracts.gps import PoolView, ReadGrant
+from shared.contracts.replica import (
+    AbortSequences,
+    RefreshReplica,
+    ReplicaTelemetry,
+    RunSequences,
+    SequenceProgress,
+    SleepReplica,
+    WakeReplica,
+)
+from shared.errors import ConfigError
+from shared.ids import ReplicaId, Role
+from shared.inference.engines.vllm_engine import VllmEngine, VllmEngineConfig
+from shared.inference.replica import ReplicaWorker
+from tests.support import engine_contract as contract
+from tests.support.tiny_model import TinySpec, write_model, write_pool
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+KV_BYTES = 64 << 20
+FIRST, SECOND = TinySpec(seed=1), TinySpec(seed=2)
+TIED = TinySpec(family="qwen2", tie_word_embeddings=True, dtype="bfloat16", seed=3)
+TIED_OTHER = TinySpec(family="qwen2", tie_word_embeddings=True, dtype="bfloat16", seed=4)
+
+
+def core() -> str:
+    return str(max(os.sched_getaffinity(0)))
+
+
+def in_child(function: Callable[..., Any], *args: Any) -> Any:
+    """Call it in a fresh process: one engine at a time, and none leaves a trace in the next."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result(timeout=200)
+
+
+def engine_for(folder: Path, dtype: str = "float32") -> VllmEngine:
+    config = VllmEngineConfig(
+        model=str(folder),
+        kv_cache_memory_bytes=KV_BYTES,
+        max_model_len=512,
+        max_num_seqs=8,
+        dtype=dtype,
+        cpu_cores=core(),
+    )
+    return VllmEngine(config)
+
+
+def fresh_engine_tokens(folder: str, dtype: str) -> list[int]:
+    """What a plain vLLM generates that loads the folder itself: the oracle."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": core()}
+    import torch._dynamo
+    from vllm import LLM, SamplingParams
+
+    torch._dynamo.config.disable = True
+    llm = LLM(
+        model=folder,
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        enforce_eager=True,
+        kv_cache_memory_bytes=KV_BYTES,
+        max_model_len=512,
+        max_num_seqs=8,
+    )
+    sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, detokenize=False)
+    (output,) = llm.generate({"prompt_token_ids": list(contract.PROMPT)}, sampling, use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def first(models: Path) -> PoolView:
+    return write_pool(write_model(FIRST, models), models / "first.pool")
+
+
+@pytest.fixture(scope="module")
+def second(models: Path) -> PoolView:
+    return write_pool(write_model(SECOND, models), models / "second.pool")
+
+
+@pytest.fixture(scope="module")
+def oracle(models: Path) -> tuple[list[int], list[int]]:
+    return tuple(
+        in_child(fresh_engine_tokens, str(write_model(spec, models)), "float32") for spec in (FIRST, SECOND)
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(oracle: tuple[list[int], list[int]], models: Path, first: PoolView) -> Iterator[VllmEngine]:
+    engine = engine_for(write_model(FIRST, models))
+    engine.start()
+    engine.wake(first, 1)
+    yield engine
+    engine.close()
+
+
+def test_generates(engine: VllmEngine) -> None:
+    contract.check_generates(engine)
+
+
+def test_stops_at_a_stop_token(engine: VllmEngine) -> None:
+    contract.check_stops_at_a_stop_token(engine)
+
+
+def test_abort_and_resume_is_seamless(engine: VllmEngine) -> None:
+    contract.check_abort_and_resume_is_seamless(engine)
+
+
+def test_resuming_a_finished_sequence_ends_at_once(engine: VllmEngine) -> None:
+    contract.check_resuming_a_finished_sequence_ends_at_once(engine)
+
+
+def test_refuses_what_cannot_run(engine: VllmEngine) -> None:
+    contract.check_refuses_what_cannot_run(engine)
+
+
+def test_sleep_frees_and_wake_restores(engine: VllmEngine, first: PoolView, second: PoolView) -> None:
+    engine.load_snapshot()
+    contract.check_sleep_frees_and_wake_restores(engine, first, second, (KV_BYTES + first.nbytes) * 3 // 4)
+
+
+def test_refresh_keeps_running_sequences(engine: VllmEngine, first: PoolView, second: PoolView) -> None:
+    contract.check_refresh_keeps_running_sequences(engine, first, second)
+
+
+def test_wrong_states_raise(engine: VllmEngine, first: PoolView) -> None:
+    contract.check_wrong_states_raise(engine, first)
+
+
+def test_reads_give_the_tokens_of_an_engine_that_loads_the_checkpoint_itself(
+    engine: VllmEngine, oracle: tuple[list[int], list[int]], first: PoolView, second: PoolView
+) -> None:
+    assert contract.generate(engine, "read") == oracle[0]
+    engine.sleep()
+    engine.wake(second, 2)
+    assert contract.generate(engine, "read") == oracle[1]
+    engine.refresh(first, 1)
+    assert contract.generate(engine, "read") == oracle[0]
+
+
+def test_layout_names_every_tensor_whole(engine: VllmEngine, first: PoolView) -> None:
+    shapes = {tensor.name: tensor.shape for tensor in first.tensors}
+    assert {box.tensor: box.shape for box in engine.layout()} == shapes
+    assert all(set(box.start) == {0} for box in engine.layout())
+
+
+def test_logprobs_are_those_of_the_distribution_drawn_from(engine: VllmEngine) -> None:
+    """At a low temperature the same tokens are much more probable than the raw model says."""
+    spec = contract.spec("cold", temperature=0.05, seed=11)
+    engine.submit(spec)
+    cold = [logprob for delta in contract.drain(engine) for logprob in delta.logprobs]
+    engine.submit(contract.spec("warm", temperature=1.0, seed=11))
+    warm = [logprob for delta in contract.drain(engine) for logprob in delta.logprobs]
+    assert sum(cold) / len(cold) > -1.0 > sum(warm) / len(warm)
+
+
+def test_replica_worker_serves_over_it(engine: VllmEngine, first: PoolView, second: PoolView) -> None:
+    """The asyncio worker on a real engine: wake, run, abort, resume, refresh, sleep."""
+
+    class Started:
+        """The engine of this module, which has started already."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+        def start(self) -> None:
+            engine.sleep()
+
+    class Source:
+        @asynccontextmanager
+        async def read(self, min_version: int) -> AsyncIterator[ReadGrant]:
+            view = first if min_version <= 1 else second
+            yield ReadGrant(
+                model="m",
+                version=max(min_version, 1),
+                lease_id="l",
+                view=view,
+                plan_id="p",
+                nbytes=view.nbytes,
+            )
+
+    async def scenario() -> None:
+        progress: list[SequenceProgress] = []
+        telemetry: list[ReplicaTelemetry] = []
+
+        async def on_progress(message: SequenceProgress) -> None:
+            progress.append(message)
+
+        async def on_telemetry(message: ReplicaTelemetry) -> None:
+            telemetry.append(message)
+
+        worker = ReplicaWorker(
+            replica_id=ReplicaId("rollout-0"),
+            role=Role.ROLLOUT,
+            devices=(0,),
+            engine=Started(),  # type: ignore[arg-type]
+            weights=Source(),
+            publish_progress=on_progress,
+            publish_telemetry=on_telemetry,
+            incarnation="i",
+        )
+        life = asyncio.ensure_future(worker.run_forever())
+        await asyncio.wait_for(worker.ready.wait(), 10)
+        woke = await worker.wake(WakeReplica(min_version=1))
+        assert woke.version == 1
+        await worker.run(RunSequences(sequences=(contract.spec("s", max_new_tokens=200),)))
+        while not progress:
+            await asyncio.sleep(0.01)
+        assert (await worker.refresh(RefreshReplica(min_version=2))).version == 2
+        stopped = await worker.abort(AbortSequences(sequences=None))
+        deltas = [delta for message in progress for delta in message.deltas] + list(stopped.deltas)
+        parts = contract.tokens_of(deltas, "s")
+        resumed = contract.spec("s", attempt=1, generated=tuple(parts), max_new_tokens=200)
+        await worker.run(RunSequences(sequences=(resumed,)))
+        while not any(d.finish_reason for message in progress for d in message.deltas):
+            await asyncio.sleep(0.01)
+        deltas = [d for message in progress for d in message.deltas if d.attempt == 1]
+        assert len(contract.tokens_of(deltas, "s", start=len(parts))) + len(parts) == 200
+        slept = await worker.sleep(SleepReplica())
+        assert slept.freed_bytes > KV_BYTES // 2
+        assert {message.state for message in telemetry} >= {"awake"}
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+        await worker._thread.stop()
+
+    asyncio.run(scenario())
+    engine.wake(first, 1)
+
+
+def tied_engine_tokens(folder: str, views: list[PoolView]) -> list[list[int]]:
+    """Tokens after a wake on each view, and after a refresh back to the first."""
+    engine = engine_for(Path(folder), "bfloat16")
+    engine.start()
+    found = []
+    for version, view in enumerate(views):
+        engine.wake(view, version)
+        found.append(contract.generate(engine, "tied"))
+        engine.sleep()
+    engine.wake(views[-1], 7)
+    engine.refresh(views[0], 8)
+    found.append(contract.generate(engine, "tied"))
+    engine.close()
+    return found
+
+
+def test_tied_head_is_never_stale(models: Path) -> None:
+    """vLLM packs the embeddings a second time for the head; a Read must pack them again."""
+    folders = [write_model(spec, models) for spec in (TIED, TIED_OTHER)]
+    views = [write_pool(folder, models / f"{folder.name}.pool") for folder in folders]
+    expected = [in_child(fresh_engine_tokens, str(folder), "bfloat16") for folder in folders]
+    assert expected[0] != expected[1]
+    assert in_child(tied_engine_tokens, str(folders[0]), views) == [*expected, expected[0]]
+
+
+def loader_map_differences(folders: list[str], pool_folder: str) -> dict[str, list[str]]:
+    """For each model and rank, the parameters where a Read and vLLM's own loading differ in any value."""
+    import tempfile
+
+    import torch
+    from safetensors.torch import load_file
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+
+    from shared.inference.engines.vllm_worker import MappedPool, build_model
+    from shared.weights.loader_map import LoaderMap
+
+    differences: dict[str, list[str]] = {}
+    is_ready = False
+    for folder in folders:
+        config = EngineArgs(model=folder, skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
+        with set_current_vllm_config(config):
+            if not is_ready:
+                store = f"file://{tempfile.mktemp()}"
+                parallel_state.init_distributed_environment(1, 0, store, 0, "gloo")
+                parallel_state.initialize_model_parallel(1)
+                is_ready = True
+            group = parallel_state.get_tp_group()
+            view = write_pool(Path(folder), Path(pool_folder) / "map.pool")
+            wire = [(t.name, t.dtype, t.shape, t.offset_bytes) for t in view.tensors]
+            pool = MappedPool(view.path, view.nbytes, pin=False)
+            for rank, size in ((0, 1), (0, 2), (1, 2)):
+                group.rank_in_group, group.world_size = rank, size
+                loaded = build_model(config, "cpu")
+                loaded.load_weights(iter(load_file(Path(folder) / "model.safetensors").items()))
+                recorded = LoaderMap.record(build_model(config, "meta"), view.tensors)
+                read = build_model(config, "cpu")
+                parameters = dict(read.named_parameters(remove_duplicate=False))
+                for parameter in parameters.values():
+                    parameter.data.fill_(float("nan"))
+                nbytes = recorded.apply(pool.tensors(wire), parameters, stage=lambda host: host.clone())
+                case = f"{Path(folder).name} rank {rank} of {size}"
+                differences[case] = [
+                    name
+                    for name, parameter in loaded.named_parameters(remove_duplicate=False)
+                    if not torch.equal(parameter, parameters[name])
+                ]
+                whole = sum(t.numel() * t.element_size() for t in pool.tensors(wire).values())
+                if (nbytes == whole) != (size == 1):
+                    differences[case].append(f"read {nbytes} of {whole} bytes")
+    return differences
+
+
+def test_a_read_equals_vllms_own_loading_value_by_value(models: Path) -> None:
+    """Llama and Qwen2, tied and untied, with a padded vocabulary, whole and as each rank of two."""
+    folders = [
+        str(write_model(TinySpec(family=family, tie_word_embeddings=tied, num_layers=2), models))
+        for family in ("llama", "qwen2")
+        for tied in (False, True)
+    ]
+    differences = in_child(loader_map_differences, folders, str(models))
+    assert len(differences) == 12
+    assert {case: names for case, names in differences.items() if names} == {}
+
+
+def test_config_refuses_what_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="max_model_len"):
+        VllmEngineConfig(model="m", kv_cache_memory_bytes=1, max_model_len=0)
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        VllmEngineConfig(model="m", kv_cache_memory_bytes=1, max_model_len=8, tensor_parallel_size=2)
