@@ -12,7 +12,7 @@ from shared.bus.ports import CommandHandler, EventHandler, Stored, Subscription
 from shared.contracts import codec
 from shared.contracts.base import Failure, Message
 from shared.contracts.subjects import StreamSpec
-from shared.errors import BusError, Conflict, DeadlineExceeded, PivotError
+from shared.errors import BusError, Conflict, DeadlineExceeded, NoResponder, PivotError
 
 M = TypeVar("M", bound=Message)
 log = logging.getLogger("pivotrl.bus")
@@ -59,7 +59,7 @@ class MemoryBus:
         late = DeadlineExceeded(role=role, peer=peer, phase=phase, deadline_s=deadline_s)
         copy = self._wire(message)
         if handler is None:
-            raise late
+            raise NoResponder(role=role, peer=peer, phase=phase, deadline_s=deadline_s)
         try:
             answer = await asyncio.wait_for(_answer(handler, copy), deadline_s)
         except TimeoutError:

@@ -19,7 +19,7 @@ from shared.bus.ports import CommandHandler, EventHandler, Stored, Subscription
 from shared.contracts import codec
 from shared.contracts.base import Failure, Message
 from shared.contracts.subjects import StreamSpec
-from shared.errors import BusError, Conflict, DeadlineExceeded, PivotError
+from shared.errors import BusError, Conflict, DeadlineExceeded, NoResponder, PivotError
 from shared.runtime.logs import current_trace, trace_scope
 
 M = TypeVar("M", bound=Message)
@@ -103,7 +103,9 @@ class NatsBus:
         encoded = self._encode(message)
         try:
             msg = await self._client.request(subject, encoded.payload, timeout=deadline_s, headers=encoded.headers)
-        except (nats.errors.TimeoutError, nats.errors.NoRespondersError, TimeoutError) as error:
+        except nats.errors.NoRespondersError as error:
+            raise NoResponder(role=role, peer=peer, phase=phase, deadline_s=deadline_s) from error
+        except (nats.errors.TimeoutError, TimeoutError) as error:
             raise DeadlineExceeded(role=role, peer=peer, phase=phase, deadline_s=deadline_s) from error
         except nats.errors.Error as error:
             raise BusError(f"{role}: request to {peer} in phase {phase!r} failed: {error}") from error

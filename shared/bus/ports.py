@@ -45,7 +45,7 @@ class Bus(Protocol):
         """A command. The peer's error is raised here as its own class.
 
         Raises:
-            DeadlineExceeded: no answer in time, or nobody serves the subject; names role, peer and phase.
+            DeadlineExceeded: no answer in time; names role, peer and phase. As NoResponder: nobody is there.
         """
 
     async def serve(self, subject: str, handler: CommandHandler) -> Subscription:

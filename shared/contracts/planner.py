@@ -78,6 +78,7 @@ class ShiftStepDone(Message):
     read_bytes: int = 0
     migrated_sequences: int = 0
     policy_version: int = 0
+    failed_replicas: tuple[str, ...] = ()
 
     def summary(self) -> str:
         return f"done in {self.duration_s:.2f} s, freed {self.freed_bytes / 2**20:.0f} MiB, read {self.read_bytes / 2**20:.0f} MiB"

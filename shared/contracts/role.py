@@ -4,8 +4,17 @@ from shared.contracts.base import Message
 from shared.ids import Role
 
 
+class ReplicaQueue(Message):
+    """What the role's scheduler has put on one serving replica: `lengths` are tokens per sequence, ascending."""
+
+    replica_id: str
+    lengths: tuple[int, ...]
+    kv_capacity_tokens: int
+
+
 class RoleQueue(Message):
-    """role service → monitor: lengths (prompt + generated tokens) of waiting sequences, and which replicas serve.
+    """role service → monitor, planner, 4 Hz: lengths (prompt + generated tokens) of waiting sequences, and the load of
+    each serving replica as the scheduler knows it (ahead of telemetry by what is on its way).
 
     `outstanding` counts samples this role has accepted and not yet handed on, whatever their place.
     """
@@ -18,6 +27,7 @@ class RoleQueue(Message):
     issued_total: int
     finished_total: int
     blocked_on: str = ""
+    replicas: tuple[ReplicaQueue, ...] = ()
 
     def summary(self) -> str:
         return f"{self.role.value}: {len(self.waiting_lengths)} waiting, active {', '.join(self.active_replicas) or '-'}"

@@ -44,6 +44,10 @@ class Subjects:
         return f"{self.prefix}.queue.{role.value}"
 
     @property
+    def training_state(self) -> str:
+        return f"{self.prefix}.telemetry.training.state"
+
+    @property
     def workload(self) -> str:
         return f"{self.prefix}.workload.state"
 

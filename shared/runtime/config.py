@@ -162,7 +162,7 @@ class RunConfig(_Section):
     @property
     def num_devices(self) -> int:
         """Devices of the run. Where the policy fixes a split, CPU slots are added to serve it (they share cores)."""
-        fixed = self.policy in ("disaggregated", "static", "rollout_reward_colocated")
+        fixed = self.policy in ("disaggregated", "static", "rule_based", "rollout_reward_colocated")
         wanted = self.cluster.split.rollout + self.cluster.split.reward + self.cluster.split.training
         if self.policy == "rollout_reward_colocated":
             wanted = self.cluster.split.rollout + self.cluster.split.training

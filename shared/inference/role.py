@@ -1,0 +1,600 @@
+"""The shell around a role's scheduler: messages in, events to the scheduler, effects out to replicas.
+
+Who waits for whom:
+
+    submit ─► scheduler ─► outbox of the replica ─► run / abort request ─► replica
+    replica ─► progress stream ─► record ─► scheduler, and `on_finished` at the end
+    abort reply ─► waits until the progress stream has brought the record to where the reply starts ─► scheduler
+    shift down ─► waits until the scheduler says the replica is empty ─► sleep request
+    shift up ─► wake request (the replica Reads from GPS and proves its version) ─► scheduler
+
+Whoever waits is freed by a deadline: a replica that answers no more is declared dead, its sequences go back to the
+queue with the tokens seen so far, and the waiters see that.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shared.bus.ports import Bus, Subscription
+from shared.contracts.base import Message
+from shared.contracts.planner import ShiftDown, ShiftStepDone, ShiftUp
+from shared.contracts.replica import (
+    AbortSequences,
+    RefreshReplica,
+    ReplicaRefreshed,
+    ReplicaSlept,
+    ReplicaTelemetry,
+    ReplicaWoke,
+    RunSequences,
+    SequenceProgress,
+    SequencesAborted,
+    SleepReplica,
+    TokenDelta,
+    WakeReplica,
+)
+from shared.contracts.base import Done
+from shared.contracts.role import ReplicaQueue, RoleQueue
+from shared.contracts.subjects import Subjects
+from shared.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InvalidRequest,
+    NoResponder,
+    NotFound,
+    PivotError,
+    ShiftFailed,
+)
+from shared.ids import ReplicaId, Role, SequenceId
+from shared.inference.records import SequenceRecord
+from shared.runtime.clock import Clock
+from shared.scheduling.scheduler import Scheduler
+from shared.scheduling.sequence import (
+    AbortSequence,
+    Phase,
+    ReplicaDied,
+    ReplicaShiftedUp,
+    ReplicaShiftingDown,
+    RunSequence,
+    SchedulerEvent,
+    SequenceAborted,
+    SequenceCancelled,
+    SequenceFailed,
+    SequenceFinished,
+    SequencesRetired,
+    SequenceSubmitted,
+    Tick,
+    TokensGenerated,
+)
+
+COMMAND_DEADLINE_S = 30.0
+WAKE_DEADLINE_S = 90.0
+SILENCE_S = 2.0
+"""A replica silent for this long is asked whether it lives."""
+DEATH_S = 20.0
+"""One that neither reports nor answers for this long is taken for dead."""
+SHIFT_MARGIN_S = 2.0
+
+log = logging.getLogger("pivotrl.role")
+
+OnFinished = Callable[[SequenceRecord], Awaitable[None]]
+OnFailed = Callable[[SequenceRecord, str], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class _Replica:
+    """What is known of one replica process."""
+
+    id: ReplicaId
+    outbox: asyncio.Queue[RunSequence | AbortSequence] = field(default_factory=asyncio.Queue)
+    telemetry: ReplicaTelemetry | None = None
+    seen_s: float = float("-inf")
+    is_active: bool = False
+    """Serves, as far as the planner is concerned; a crashed one is woken again."""
+    is_shifting: bool = False
+    version: int = 0
+    """Of its parameters, as it proved at its last wake or refresh."""
+
+
+class RoleShell:
+    """One generating role: rollout or reward."""
+
+    def __init__(
+        self,
+        role: Role,
+        replicas: Iterable[ReplicaId],
+        scheduler: Scheduler,
+        bus: Bus,
+        subjects: Subjects,
+        clock: Clock,
+        *,
+        on_finished: OnFinished,
+        on_failed: OnFailed,
+    ) -> None:
+        self._first_attempt = int(clock.unix_s()) << 10
+        """Attempts on the wire grow over restarts of this process too, so that a late delta never fits by chance."""
+        self.role = role
+        self.scheduler = scheduler
+        self.records: dict[str, SequenceRecord] = {}
+        self._replicas = {replica: _Replica(replica) for replica in replicas}
+        self._bus, self._subjects, self._clock = bus, subjects, clock
+        self._on_finished, self._on_failed = on_finished, on_failed
+        self._progressed = asyncio.Condition()
+        self._subscriptions: list[Subscription] = []
+        self._min_version = 0
+        self.num_lost_tail_tokens = 0
+        self.num_replica_deaths = 0
+        self.num_migrated = 0
+        self.describe: Callable[[], tuple[int, int, int, str]] = lambda: (len(self.records), 0, 0, "")
+        """Gives (outstanding, issued, finished, blocked on) for the role's queue message."""
+
+    # Life
+
+    async def start(self) -> None:
+        """Joins the bus. Tasks to spawn for ever are `follow_progress`, `work`, `watch_health`, `report`."""
+        telemetry = self._subjects.telemetry(self.role, "*")
+        self._subscriptions += [
+            await self._bus.subscribe(telemetry, self._on_telemetry),
+            await self._bus.serve(self._subjects.shift(self.role, "down"), self._on_shift_down),
+            await self._bus.serve(self._subjects.shift(self.role, "up"), self._on_shift_up),
+        ]
+
+    def tasks(self) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
+        """Named endless tasks that the process runs."""
+        workers: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+            (f"outbox {replica.id}", lambda replica=replica: self._work(replica))  # type: ignore[misc]
+            for replica in self._replicas.values()
+        ]
+        return [
+            ("progress", self._follow_progress),
+            ("health", self._watch_health),
+            ("queue report", self._report),
+            *workers,
+        ]
+
+    async def recover(self, records: Sequence[SequenceRecord]) -> int:
+        """After a restart: takes back unfinished sequences with the tokens the progress stream still holds.
+        Returns the number of tokens that need not be generated again. Replicas that still run are told to stop."""
+        for record in records:
+            self.records[record.sequence_id] = record
+        subject = self._subjects.progress(self.role, "*")
+        stored = await self._bus.replay(self._subjects.progress_stream, subject, SequenceProgress)
+        for entry in stored:
+            for delta in entry.message.deltas:
+                if (known := self.records.get(delta.sequence_id)) is not None:
+                    known.restore(delta)
+        self._follow_after = stored[-1].seq if stored else 0
+        for replica in self._replicas.values():
+            with contextlib.suppress(PivotError):
+                reply = await self._ask(
+                    replica, "abort", AbortSequences(sequences=None), SequencesAborted, 5.0, "recover"
+                )
+                for delta in reply.deltas:
+                    if (known := self.records.get(delta.sequence_id)) is not None:
+                        known.restore(delta)
+        finished = [r for r in records if r.finish_reason is not None]
+        for record in finished:
+            del self.records[record.sequence_id]
+            await self._on_finished(record)
+        for record in records:
+            if record.finish_reason is None:
+                self._submit(record)
+        return sum(record.num_tokens for record in records)
+
+    _follow_after = 0
+
+    # Sequences
+
+    def submit(self, record: SequenceRecord) -> None:
+        """
+        Raises:
+            Conflict: a sequence of that id is under way.
+        """
+        if record.sequence_id in self.records:
+            raise Conflict(f"sequence {record.sequence_id} is under way", sequence=record.sequence_id)
+        self.records[record.sequence_id] = record
+        self._submit(record)
+
+    def _submit(self, record: SequenceRecord) -> None:
+        self._step(
+            SequenceSubmitted(
+                SequenceId(record.sequence_id),
+                len(record.prompt_token_ids),
+                record.sampling.max_new_tokens,
+                record.num_tokens,
+            )
+        )
+
+    def cancel(self, sequence_id: str) -> None:
+        """Nobody waits for it any more; unknown is fine."""
+        if sequence_id in self.records:
+            self._step(SequenceCancelled(SequenceId(sequence_id)))
+            del self.records[sequence_id]
+
+    def describe_sequence(self, sequence_id: str) -> dict[str, object]:
+        """
+        Raises:
+            NotFound: no such sequence is under way.
+        """
+        record = self.records.get(sequence_id)
+        if record is None:
+            raise NotFound(
+                f"no sequence {sequence_id} is under way in {self.role.value}", sequence=sequence_id
+            )
+        state = self.scheduler.sequence(SequenceId(sequence_id))
+        return {
+            "sequence_id": sequence_id,
+            "place": state.place.phase.value if state else "unknown",
+            "replica": state.place.replica if state else None,
+            "attempt": state.attempt if state else record.attempt,
+            "prompt_tokens": len(record.prompt_token_ids),
+            "generated_tokens": record.num_tokens,
+            "versions": record.versions,
+        }
+
+    def describe_replicas(self) -> list[dict[str, object]]:
+        now = self._clock.now_s()
+        return [
+            {
+                "replica_id": replica.id,
+                "active": replica.is_active,
+                "shifting": replica.is_shifting,
+                "seen_s_ago": round(now - replica.seen_s, 2) if replica.telemetry else None,
+                "telemetry": replica.telemetry.model_dump(mode="json") if replica.telemetry else None,
+            }
+            for replica in self._replicas.values()
+        ]
+
+    def ready(self) -> str | None:
+        """None once every replica has reported; else the missing ones."""
+        missing = [
+            r.id for r in self._replicas.values() if r.telemetry is None or r.telemetry.state == "starting"
+        ]
+        return f"replicas {', '.join(missing)}" if missing else None
+
+    @property
+    def active_replicas(self) -> tuple[str, ...]:
+        return tuple(r.id for r in self._replicas.values() if r.is_active)
+
+    # Scheduler in and out
+
+    def _step(self, event: SchedulerEvent) -> None:
+        for effect in self.scheduler.step(event, self._clock.now_s()):
+            self._replicas[effect.replica].outbox.put_nowait(effect)
+
+    async def _work(self, replica: _Replica) -> None:
+        """Carries out one replica's effects in order, as many as are waiting in one request."""
+        while True:
+            effects = [await replica.outbox.get()]
+            while not replica.outbox.empty() and type(replica.outbox._queue[0]) is type(effects[0]):  # type: ignore[attr-defined]
+                effects.append(replica.outbox.get_nowait())
+            try:
+                if isinstance(effects[0], RunSequence):
+                    await self._run(replica, [e for e in effects if isinstance(e, RunSequence)])
+                else:
+                    await self._abort(replica, [e for e in effects if isinstance(e, AbortSequence)])
+            except (DeadlineExceeded, Conflict) as error:
+                log.warning("%s: %s", replica.id, error.message)
+                self._lost(replica)
+
+    async def _run(self, replica: _Replica, effects: list[RunSequence]) -> None:
+        specs = []
+        for effect in effects:
+            record = self.records.get(effect.sequence)
+            state = self.scheduler.sequence(effect.sequence)
+            if record is None or state is None or state.attempt != effect.attempt:
+                continue  # cancelled or moved on meanwhile
+            record.attempt = self._first_attempt + effect.attempt
+            specs.append(record.spec(record.attempt))
+        if specs:
+            await self._ask(
+                replica, "run", RunSequences(sequences=tuple(specs)), Done, COMMAND_DEADLINE_S, "run"
+            )
+
+    async def _abort(self, replica: _Replica, effects: list[AbortSequence]) -> None:
+        keys = tuple((str(effect.sequence), self._first_attempt + effect.attempt) for effect in effects)
+        reply = await self._ask(
+            replica, "abort", AbortSequences(sequences=keys), SequencesAborted, COMMAND_DEADLINE_S, "abort"
+        )
+        for delta in reply.deltas:
+            await self._take_abort(replica, delta)
+        for sequence_id, attempt in reply.unknown:
+            await self._take_unknown(replica, sequence_id, attempt - self._first_attempt)
+
+    async def _take_abort(self, replica: _Replica, delta: TokenDelta) -> None:
+        record = self.records.get(delta.sequence_id)
+        if record is not None:
+            if record.has_gap_before(delta):  # earlier tokens are still on their way through the stream
+                await self._until(lambda: not record.has_gap_before(delta), 5.0)
+            if record.has_gap_before(delta):
+                self.num_lost_tail_tokens += len(delta.token_ids)
+            else:
+                record.extend(delta)
+        if record is not None and record.finish_reason is not None:
+            await self._finished(replica, record, delta.attempt)
+            return
+        tokens = record.num_tokens if record is not None else 0
+        self.num_migrated += 1
+        attempt = delta.attempt - self._first_attempt
+        self._step(SequenceAborted(SequenceId(delta.sequence_id), replica.id, attempt, tokens))
+        await self._notify()
+
+    async def _take_unknown(self, replica: _Replica, sequence_id: str, attempt: int) -> None:
+        """The replica does not run it: it finished (that delta is on its way), or it never got there."""
+        sequence = SequenceId(sequence_id)
+
+        def is_settled() -> bool:
+            state = self.scheduler.sequence(sequence)
+            return state is None or state.attempt != attempt or state.place.phase is not Phase.ABORTING
+
+        await self._until(is_settled, 3.0)
+        if not is_settled():
+            record = self.records.get(sequence_id)
+            tokens = record.num_tokens if record is not None else 0
+            self._step(SequenceAborted(sequence, replica.id, attempt, tokens))
+            await self._notify()
+
+    # Progress
+
+    async def _follow_progress(self) -> None:
+        subject = self._subjects.progress(self.role, "*")
+        stream = self._subjects.progress_stream
+        async for stored in self._bus.follow(stream, subject, SequenceProgress, after_seq=self._follow_after):
+            for delta in stored.message.deltas:
+                await self._take_delta(ReplicaId(stored.message.replica_id), delta)
+            await self._notify()
+
+    async def _take_delta(self, replica_id: ReplicaId, delta: TokenDelta) -> None:
+        record = self.records.get(delta.sequence_id)
+        replica = self._replicas.get(replica_id)
+        if record is None or replica is None or delta.attempt != record.attempt:
+            return
+        if record.has_gap_before(delta):
+            log.error("%s: gap before token %d of %s", replica_id, delta.start, delta.sequence_id)
+            return
+        sequence, attempt = SequenceId(delta.sequence_id), delta.attempt - self._first_attempt
+        if delta.error is not None:
+            self._step(SequenceFailed(sequence, replica_id, attempt, delta.error))
+            del self.records[delta.sequence_id]
+            await self._on_failed(record, delta.error)
+            return
+        record.extend(delta)
+        if record.finish_reason is not None:
+            await self._finished(replica, record, delta.attempt)
+        else:
+            self._step(TokensGenerated(sequence, replica_id, attempt, record.num_tokens))
+
+    async def _finished(self, replica: _Replica, record: SequenceRecord, attempt: int) -> None:
+        sequence = SequenceId(record.sequence_id)
+        if self.records.pop(record.sequence_id, None) is None:
+            return
+        self._step(SequenceFinished(sequence, replica.id, attempt - self._first_attempt, record.num_tokens))
+        await self._on_finished(record)
+        self._step(SequencesRetired((sequence,)))
+        await self._notify()
+
+    # Health
+
+    async def _on_telemetry(self, message: Message) -> None:
+        assert isinstance(message, ReplicaTelemetry)
+        replica = self._replicas.get(ReplicaId(message.replica_id))
+        if replica is None:
+            return
+        before, replica.telemetry, replica.seen_s = replica.telemetry, message, self._clock.now_s()
+        if before is not None and before.incarnation != message.incarnation:
+            log.warning("%s restarted", replica.id)
+            self._lost(replica)
+
+    async def _watch_health(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            for replica in self._replicas.values():
+                if not replica.is_active or replica.is_shifting:
+                    continue
+                silent_s = self._clock.now_s() - replica.seen_s
+                if silent_s > SILENCE_S and await self._is_dead(replica, silent_s):
+                    self._lost(replica)
+                state = replica.telemetry.state if replica.telemetry else "starting"
+                if (
+                    self._is_down(replica)
+                    and state == "asleep"
+                    and self._clock.now_s() - replica.seen_s < SILENCE_S
+                ):
+                    await self._revive(replica)
+            if any(r.is_active and not r.is_shifting and r.version < self._min_version for r in self._replicas.values()):
+                await self.refresh(self._min_version)  # those that were waking when the version flipped
+            self._step(Tick())
+
+    async def _is_dead(self, replica: _Replica, silent_s: float) -> bool:
+        """An empty abort is a question any living replica answers at once."""
+        try:
+            await self._ask(replica, "abort", AbortSequences(sequences=()), SequencesAborted, 2.0, "health")
+        except NoResponder:
+            return True
+        except PivotError:
+            return silent_s > DEATH_S
+        return False
+
+    def _is_down(self, replica: _Replica) -> bool:
+        return not any(load.replica == replica.id for load in self.scheduler.load(0).replicas)
+
+    def _lost(self, replica: _Replica) -> None:
+        if not self._is_down(replica) or not self.scheduler.is_empty(replica.id):
+            self.num_replica_deaths += 1
+            log.error("%s is lost: its sequences go back to the queue", replica.id)
+        self._step(ReplicaDied(replica.id))
+        while not replica.outbox.empty():
+            replica.outbox.get_nowait()
+
+    async def _revive(self, replica: _Replica) -> None:
+        """A replica the planner counts on came back from a crash: it Reads again and proves its version."""
+        replica.is_shifting = True
+        try:
+            woke = await self._wake(replica, WAKE_DEADLINE_S)
+            self._step(ReplicaShiftedUp(replica.id, woke.kv_capacity_tokens))
+            log.warning("%s is back at version %d", replica.id, woke.version)
+        except PivotError as error:
+            log.error("%s cannot be woken after its crash: %s", replica.id, error.message)
+        finally:
+            replica.is_shifting = False
+
+    # Shifts
+
+    async def _on_shift_down(self, message: Message) -> Message:
+        assert isinstance(message, ShiftDown)
+        replicas = self._named(message.replicas)
+        started_s = self._clock.now_s()
+        before = self.num_migrated
+        for replica in replicas:
+            replica.is_active, replica.is_shifting = False, True
+        try:
+            self._step(ReplicaShiftingDown(tuple(replica.id for replica in replicas)))
+            deadline_s = max(1.0, message.deadline_s - SHIFT_MARGIN_S)
+            if not await self._until(
+                lambda: all(self.scheduler.is_empty(r.id) for r in replicas), deadline_s
+            ):
+                for replica in replicas:
+                    self._lost(replica)
+            left_s = max(1.0, started_s + deadline_s - self._clock.now_s())
+            slept = await asyncio.gather(*(self._sleep(replica, left_s) for replica in replicas))
+        finally:
+            for replica in replicas:
+                replica.is_shifting = False
+        return ShiftStepDone(
+            duration_s=self._clock.now_s() - started_s,
+            freed_bytes=sum(answer.freed_bytes for answer in slept),
+            migrated_sequences=self.num_migrated - before,
+        )
+
+    async def _on_shift_up(self, message: Message) -> Message:
+        assert isinstance(message, ShiftUp)
+        replicas = self._named(message.replicas)
+        started_s = self._clock.now_s()
+        for replica in replicas:
+            replica.is_shifting = True
+        results = await asyncio.gather(
+            *(self._wake(replica, message.deadline_s - SHIFT_MARGIN_S) for replica in replicas),
+            return_exceptions=True,
+        )
+        failed, read_bytes, version = [], 0, 0
+        for replica, result in zip(replicas, results, strict=True):
+            replica.is_shifting = False
+            if isinstance(result, ReplicaWoke):
+                replica.is_active = True
+                read_bytes, version = read_bytes + result.read_bytes, result.version
+                self._step(ReplicaShiftedUp(replica.id, result.kv_capacity_tokens))
+            else:
+                log.error("%s cannot wake: %s", replica.id, result)
+                failed.append(replica)
+        if failed:
+            await asyncio.gather(*(self._sleep(replica, 10.0) for replica in failed), return_exceptions=True)
+        if len(failed) == len(replicas):
+            raise ShiftFailed(
+                f"{', '.join(r.id for r in failed)} cannot wake: {results[0]}", role=self.role.value
+            )
+        return ShiftStepDone(
+            duration_s=self._clock.now_s() - started_s,
+            read_bytes=read_bytes,
+            policy_version=version,
+            failed_replicas=tuple(replica.id for replica in failed),
+        )
+
+    async def refresh(self, min_version: int) -> None:
+        """Every active replica Reads `min_version` in place, its requests kept. Later wakes ask for it too."""
+        self._min_version = max(self._min_version, min_version)
+        active = [
+            r for r in self._replicas.values() if r.is_active and not r.is_shifting and not self._is_down(r)
+        ]
+        command = RefreshReplica(min_version=min_version)
+        results = await asyncio.gather(
+            *(self._ask(r, "refresh", command, ReplicaRefreshed, WAKE_DEADLINE_S, "refresh") for r in active),
+            return_exceptions=True,
+        )
+        for replica, result in zip(active, results, strict=True):
+            if isinstance(result, ReplicaRefreshed):
+                replica.version = result.version
+            elif not isinstance(result, Conflict):  # a conflict: it was put to sleep meanwhile
+                log.error("%s cannot refresh to version %d: %s", replica.id, min_version, result)
+                self._lost(replica)
+
+    async def _wake(self, replica: _Replica, deadline_s: float) -> ReplicaWoke:
+        command = WakeReplica(min_version=self._min_version)
+        woke = await self._ask(replica, "wake", command, ReplicaWoke, max(1.0, deadline_s), "wake")
+        if woke.version < command.min_version:
+            raise ShiftFailed(
+                f"{replica.id} woke at version {woke.version}, version {self._min_version} is needed",
+                role=self.role.value,
+            )
+        return woke
+
+    async def _sleep(self, replica: _Replica, deadline_s: float) -> ReplicaSlept:
+        """A replica whose process died holds nothing: that counts as asleep."""
+        try:
+            return await self._ask(replica, "sleep", SleepReplica(), ReplicaSlept, deadline_s, "sleep")
+        except NoResponder:
+            return ReplicaSlept(freed_bytes=0, resident_bytes=0, duration_s=0.0)
+
+    # Reports
+
+    async def _report(self) -> None:
+        while True:
+            load = self.scheduler.load()
+            outstanding, issued, finished, blocked_on = self.describe()
+            await self._bus.publish(
+                self._subjects.role_queue(self.role),
+                RoleQueue(
+                    role=self.role,
+                    waiting_lengths=load.queue,
+                    active_replicas=self.active_replicas,
+                    shifting_replicas=tuple(r.id for r in self._replicas.values() if r.is_shifting),
+                    outstanding=outstanding,
+                    issued_total=issued,
+                    finished_total=finished,
+                    blocked_on=blocked_on,
+                    replicas=tuple(
+                        ReplicaQueue(replica_id=r.replica, lengths=r.lengths, kv_capacity_tokens=r.kv_capacity_tokens)
+                        for r in load.replicas
+                    ),
+                ),
+            )
+            await asyncio.sleep(0.25)
+
+    # Small things
+
+    def _named(self, names: Sequence[str]) -> list[_Replica]:
+        unknown = [name for name in names if name not in self._replicas]
+        if unknown or not names:
+            known = ", ".join(self._replicas)
+            raise InvalidRequest(
+                "replicas", f"{unknown or 'none'} not among {known}", "Name replicas of this role"
+            )
+        return [self._replicas[ReplicaId(name)] for name in names]
+
+    async def _ask(
+        self, replica: _Replica, command: str, message: Message, reply: type, deadline_s: float, phase: str
+    ):  # type: ignore[no-untyped-def]
+        return await self._bus.request(
+            self._subjects.replica(replica.id, command),
+            message,
+            reply,
+            deadline_s=deadline_s,
+            role=self.role.value,
+            peer=replica.id,
+            phase=phase,
+        )
+
+    async def _notify(self) -> None:
+        async with self._progressed:
+            self._progressed.notify_all()
+
+    async def _until(self, condition: Callable[[], bool], deadline_s: float) -> bool:
+        """Waits until `condition` holds; False at the deadline."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while not condition():
+                    async with self._progressed:
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(self._progressed.wait(), 0.2)
+        return condition()
