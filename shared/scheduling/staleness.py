@@ -1,8 +1,10 @@
 """How far rollout may run ahead of training (paper §8.1, Appendix E).
 
 With version v trained, bound s and batch size b, at most (v + 1 + s)·b samples have been issued: whatever
-is issued is trained at most s versions after the one that starts it. s = 0 is synchronous (colocated)
-training.
+is issued belongs to one of the next s + 1 batches. s = 0 is synchronous (colocated) training.
+
+The bound holds only if batches are made in issue order. Were a batch made of whatever is finished, a slow
+sample could be overtaken any number of times, and its staleness would have no limit.
 """
 
 

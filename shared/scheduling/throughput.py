@@ -108,4 +108,4 @@ H200_30B_A3B_TP1 = ThroughputModel(2.27e-8, 0.0, 1.46e-5, 3.39e-3, 1.36e-2, 128,
 """A 30B mixture of experts (8 of 128 experts, 3B active) on one H200, CUDA graphs."""
 
 CPU_SMOLLM2_135M = ThroughputModel(1.0e-6, 0.0, 4.5e-4, 1.61e-2)
-"""SmolLM2-135M in bf16 on one CPU core: about 60, 640 and 950 tokens/s for 1, 16 and 32 sequences of 100 tokens."""
+"""SmolLM2-135M in bf16 on one CPU core: 60, 643 and 950 tokens/s for 1, 16 and 32 sequences of 100 tokens."""
