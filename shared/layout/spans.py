@@ -36,7 +36,7 @@ def merge_spans(left: Spans, right: Spans) -> tuple[Spans, Spans]:
 
     Row i of `left` and of `right` are the two ends of one copy and have equal lengths.
     """
-    assert left.shape == right.shape and np.array_equal(left[:, 1], right[:, 1]), "ends of a copy differ"
+    assert np.array_equal(left[:, 1], right[:, 1]), "ends of a copy differ"
     if len(left) < 2:
         return left, right
     follows = (left[:-1].sum(axis=1) == left[1:, 0]) & (right[:-1].sum(axis=1) == right[1:, 0])

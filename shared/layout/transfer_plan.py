@@ -207,12 +207,19 @@ class PlanCache:
         self.num_hits = 0
         self.num_misses = 0
 
+    def get(self, key: PlanKey) -> TransferPlan | None:
+        """The cached plan of `key`, which is then the latest used."""
+        found = self._plans.pop(key, None)
+        if found is None:
+            return None
+        self.num_hits += 1
+        self._plans[key] = found
+        return found[0]
+
     def get_or_plan(self, key: PlanKey, source: Layout, target: Layout, link_of: LinkOf) -> TransferPlan:
         """The cached plan of `key`, or a new one. Raises LayoutError if `source` lacks something."""
-        if found := self._plans.pop(key, None):
-            self.num_hits += 1
-            self._plans[key] = found
-            return found[0]
+        if found := self.get(key):
+            return found
         self.num_misses += 1
         plan = plan_transfers(demands_of(refine(source, target)), link_of, key.plan_id)
         self._plans[key] = (plan, frozenset(source.holders) | frozenset(target.holders))

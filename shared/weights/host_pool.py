@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,9 +118,36 @@ class HostPool:
         self._regions[name] = region
         return region
 
+    def adopt(self, path: Path, nbytes: int) -> PoolRegion | None:
+        """A region that an earlier, dead process of this node left, with what it holds; None if there is
+        none such."""
+        if (
+            path.parent != self._folder
+            or not path.name.startswith(self._prefix)
+            or path.name in self._regions
+        ):
+            return None
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_size != max(nbytes, 1) or self.used_bytes + nbytes > self._budget_bytes:
+                os.close(fd)
+                return None
+        except OSError:  # its owner lives
+            os.close(fd)
+            return None
+        memory = _map(fd, max(nbytes, 1), writable=True)[:nbytes]
+        region = PoolRegion(path, nbytes, memory, fd)
+        self._regions[path.name] = region
+        return region
+
     def remove(self, region: PoolRegion) -> None:
-        """Remove the file. Who has it mapped keeps the pages until unmapping."""
-        self._regions.pop(region.path.name, None)
+        """Remove the file; one that was removed before is left alone. Who has it mapped keeps the pages."""
+        if self._regions.pop(region.path.name, None) is None:
+            return
         region.path.unlink(missing_ok=True)
         os.close(region.lock_fd)
         region.memory = np.empty(0, np.uint8)
@@ -130,15 +158,26 @@ class HostPool:
             self.remove(region)
 
 
-def find_leftovers(folder: Path = SHM_FOLDER, *, run: str | None = None) -> list[Path]:
-    """Regions (of `run`, or of any) whose owner is dead, sorted."""
-    prefix = PREFIX if run is None else f"{PREFIX}{run}-n"
-    return [path for path in sorted(folder.glob(f"{prefix}*")) if _is_dead(path)]
+def find_leftovers(
+    folder: Path = SHM_FOLDER, *, run: str | None = None, node: int | None = None
+) -> list[Path]:
+    """Regions (of `run`, of its `node`, or of any) whose owner is dead, sorted."""
+    prefix = PREFIX
+    if run is not None:
+        prefix += f"{run}-n" if node is None else f"{run}-n{node}-"
+    found = (path for path in sorted(folder.iterdir()) if path.name.startswith(prefix))
+    return [path for path in found if _is_dead(path)]
 
 
-def remove_leftovers(folder: Path = SHM_FOLDER, *, run: str | None = None) -> list[Path]:
-    """Remove them; returns which."""
-    found = find_leftovers(folder, run=run)
+def remove_leftovers(
+    folder: Path = SHM_FOLDER,
+    *,
+    run: str | None = None,
+    node: int | None = None,
+    keep: Collection[Path] = (),
+) -> list[Path]:
+    """Remove them, but for those to `keep`; returns which."""
+    found = [path for path in find_leftovers(folder, run=run, node=node) if path not in keep]
     for path in found:
         path.unlink(missing_ok=True)
     return found

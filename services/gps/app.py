@@ -1,0 +1,53 @@
+"""Composition root of GPS."""
+
+import asyncio
+import secrets
+
+from services.gps.api import gps_router
+from services.gps.manifest import Manifest
+from services.gps.plans import Plans
+from services.gps.service import GENRM, POLICY, GpsService
+from services.gps.settings import GpsSettings
+from services.gps.store import Store
+from shared.bus.process import ServiceContext
+from shared.contracts.gps import PolicyVersion
+from shared.contracts.subjects import POLICY_VERSION_KEY
+from shared.runtime.config import DTYPE
+from shared.runtime.models import model_folder
+from shared.weights.host_pool import HostPool, remove_leftovers
+
+
+async def main(ctx: ServiceContext) -> None:
+    config = ctx.config
+    manifest = Manifest(ctx.folder.path / f"gps-n{ctx.node}.json")
+    for path in remove_leftovers(run=config.run.name, node=ctx.node, keep=manifest.paths()):
+        ctx.log.info("removed %s, a leftover of a dead process", path)
+    settings = GpsSettings.of_node()
+    pool = HostPool(
+        run=config.run.name, node=ctx.node, budget_bytes=settings.budget_bytes, folder=settings.folder
+    )
+    ctx.exits.callback(pool.close)
+
+    async def publish(version: PolicyVersion) -> None:
+        await ctx.bus.kv_put(ctx.subjects.policy_bucket, POLICY_VERSION_KEY, version)
+
+    service = GpsService(
+        Store(pool, new_id=lambda: secrets.token_hex(8), max_lease_s=settings.max_lease_s),
+        Plans((f"node-{ctx.node}",), settings.budget_bytes, lambda _sender, _receiver: settings.local),
+        publish,
+        ctx.clock.now_s,
+        manifest,
+    )
+    ctx.metrics.add_source(service.gauges)
+    await ctx.bus.ensure_bucket(ctx.subjects.policy_bucket)
+    ctx.spawn(service.publish_for_ever(), "publish")
+    async with ctx.serve_http([gps_router(service)], ready=service.waits_for):
+        for name, model, is_frozen in (
+            (POLICY, config.models.policy, False),
+            (GENRM, config.models.genrm, True),
+        ):
+            folder = await asyncio.to_thread(model_folder, model, ctx.folder)
+            await service.seed(name, folder, DTYPE, is_frozen=is_frozen)
+        service.finish_start()
+        ctx.ready()
+        await ctx.stopped()

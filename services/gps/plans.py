@@ -1,0 +1,52 @@
+"""Transfer plans of Reads: GPS's own layout over the nodes against a receiver's, cached (paper Appendix
+B.2)."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from services.gps.boxes import Part
+from shared.layout.replication import grouped_layout
+from shared.layout.tensor_layout import Layout, Placement, TensorSpec, full_layout
+from shared.layout.transfer_plan import LinkOf, PlanCache, PlanKey, TransferPlan
+
+
+class Plans:
+    """Plans over `nodes`, each with `node_budget_bytes` for one copy of a model, and links as profiled."""
+
+    def __init__(
+        self, nodes: Sequence[str], node_budget_bytes: int, link_of: LinkOf, cache: PlanCache | None = None
+    ) -> None:
+        self._nodes, self._budget, self._link_of = tuple(nodes), node_budget_bytes, link_of
+        self._layouts: dict[str, Layout] = {}
+        self.cache = cache or PlanCache()
+        self.layout_epoch = 0
+
+    def store_layout(self, model: str, specs: Mapping[str, TensorSpec]) -> Layout:
+        """Where GPS keeps `model`: whole on every node if that fits, else sharded inside groups."""
+        if model not in self._layouts:
+            self._layouts[model] = grouped_layout(list(specs.values()), self._nodes, self._budget).layout
+        return self._layouts[model]
+
+    def set_nodes(self, nodes: Sequence[str]) -> None:
+        """Nodes came or went: a new layout epoch; plans that a changed node took part in are forgotten."""
+        changed = set(self._nodes) ^ set(nodes)
+        if not changed:
+            return
+        self._nodes, self._layouts = tuple(nodes), {}
+        self.layout_epoch += 1
+        for node in changed:
+            self.cache.invalidate(holder=node)
+
+    def for_read(
+        self, model: str, specs: Mapping[str, TensorSpec], receiver: str, parts: Sequence[Part]
+    ) -> TransferPlan:
+        """Who sends what to `receiver`; no `parts` means the whole model. Raises LayoutError."""
+        digest = hashlib.blake2b(repr(tuple(parts)).encode(), digest_size=8).hexdigest() if parts else "whole"
+        key = PlanKey("read", model, self.layout_epoch, (receiver,), digest)
+        if found := self.cache.get(key):
+            return found
+        if parts:
+            target = Layout(specs, tuple(Placement(name, region, receiver) for name, region in parts))
+        else:
+            target = full_layout(list(specs.values()), [receiver])
+        return self.cache.get_or_plan(key, self.store_layout(model, specs), target, self._link_of)

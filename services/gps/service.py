@@ -1,0 +1,260 @@
+"""GPS around its store: who waits for whom, what runs in a thread, and what goes on the bus.
+
+    read           waits for `min_version` to be committed            woken by a commit
+    begin_write    waits for readers of the spare buffer to leave     woken by a release, or by a lease's end
+    commit_write   its checksums run in a thread; the last writer's call also checksums the whole version
+
+A commit is answered when the version has flipped, whether or not the bus is there; what the bus did not take
+is published again until it does.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from services.gps.boxes import count_bytes, parts_of
+from services.gps.manifest import Manifest, ManifestEntry
+from services.gps.plans import Plans
+from services.gps.store import Store
+from services.gps.versions import Seal, version_checksum
+from shared.contracts.gps import (
+    ModelStatus,
+    PolicyVersion,
+    PoolTensor,
+    ReadGrant,
+    ReadRequest,
+    WriteCommit,
+    WriteGrant,
+    WriteRequest,
+    WriteStatus,
+)
+from shared.errors import PivotError
+from shared.weights.seed import load_seed, plan_seed
+
+POLICY, GENRM = "policy", "genrm"
+Publish = Callable[[PolicyVersion], Awaitable[None]]
+_PUBLISH_RETRY_S = 1.0
+_log = logging.getLogger("pivotrl.gps")
+
+
+class GpsService:
+    """`publish` puts the policy's version on the bus; `now_s` is the process's clock."""
+
+    def __init__(
+        self,
+        store: Store,
+        plans: Plans,
+        publish: Publish,
+        now_s: Callable[[], float],
+        manifest: Manifest | None = None,
+    ) -> None:
+        self.store, self.plans = store, plans
+        self._publish, self._now_s, self._manifest = publish, now_s, manifest
+        self._changed = asyncio.Event()
+        self._unpublished: PolicyVersion | None = None
+        self._must_publish = asyncio.Event()
+        self._waits_for: str | None = "models to be seeded"
+        self._num_reads = self._num_commits = self._num_lease_misses = 0
+
+    # start
+
+    async def seed(self, model: str, folder: Path, dtype: str, *, is_frozen: bool) -> None:
+        """Fill the pool with `model` from a Hugging Face folder, or find it as an earlier life left it.
+
+        Raises ConfigError: the folder is no checkpoint, or its buffers do not fit (before anything is read).
+        """
+        self._waits_for = f"{model} to be seeded from {folder}"
+        plan = await asyncio.to_thread(plan_seed, folder, dtype)
+        if await self._adopt(model, plan.tensors, plan.nbytes, is_frozen=is_frozen):
+            return
+        region = await asyncio.to_thread(
+            lambda: self.store.add_model(model, plan.tensors, plan.nbytes, is_frozen=is_frozen)
+        )
+        await asyncio.to_thread(load_seed, plan, region.memory)
+        checksum = await asyncio.to_thread(version_checksum, plan.tensors, region.memory)
+        self.store.publish_seed(model, 0, checksum)
+        await self._became_readable(model, source=str(folder))
+
+    async def _adopt(
+        self, model: str, tensors: tuple[PoolTensor, ...], nbytes: int, *, is_frozen: bool
+    ) -> bool:
+        entry = self._manifest.entry(model) if self._manifest else None
+        if entry is None or entry.nbytes != nbytes or entry.tensors != tensors:
+            return False
+        region = self.store.pool.adopt(Path(entry.path), nbytes)
+        if region is None:
+            return False
+        found = await asyncio.to_thread(version_checksum, entry.tensors, region.memory)
+        if found != entry.checksum:
+            _log.warning("%s version %d in %s is damaged: seeding again", model, entry.version, entry.path)
+            self.store.pool.remove(region)
+            return False
+        self.store.add_model(
+            model, entry.tensors, nbytes, is_frozen=is_frozen, adopted=region, num_regions=entry.num_regions
+        )
+        self.store.publish_seed(model, entry.version, found)
+        _log.info("%s version %d found in the pool", model, entry.version)
+        await self._became_readable(model, source="pool")
+        return True
+
+    def finish_start(self) -> None:
+        """Every model is there."""
+        self._waits_for = None
+
+    def waits_for(self) -> str | None:
+        """What readiness waits for; None once it is ready."""
+        return self._waits_for
+
+    # what the router calls
+
+    def models(self) -> tuple[ModelStatus, ...]:
+        return self.store.models(self._now_s())
+
+    def model(self, name: str) -> ModelStatus:
+        return self.store.status(name, self._now_s())
+
+    async def read(self, request: ReadRequest) -> ReadGrant:
+        """Raises NotFound, InvalidRequest; Conflict if `min_version` is not committed within `wait_s`."""
+        end_s = self._now_s() + request.wait_s
+        model = self.store.model(request.model)
+        parts = parts_of(model.specs, request.boxes)
+        while model.version < request.min_version and self._now_s() < end_s:
+            await self._wait_change(end_s)
+        plan = self.plans.for_read(model.name, model.specs, request.receiver, parts)
+        granted = self.store.read(request, self._now_s())
+        self._num_reads += 1
+        return ReadGrant(
+            model=model.name,
+            version=granted.lease.version,
+            lease_id=granted.lease.lease_id,
+            view=granted.view,
+            plan_id=plan.plan_id,
+            nbytes=count_bytes(model.specs, parts) if parts else sum(s.nbytes for s in model.specs.values()),
+        )
+
+    def release(self, lease_id: str) -> None:
+        """Raises NotFound if the lease ran out."""
+        try:
+            self.store.release(lease_id, self._now_s())
+        except PivotError:
+            self._num_lease_misses += 1
+            raise
+        self._wake()
+
+    async def begin_write(self, request: WriteRequest) -> WriteGrant:
+        """Raises NotFound, InvalidRequest; Conflict on the version, or if readers stay for `wait_s`."""
+        end_s = self._now_s() + request.wait_s
+        while True:
+            self.store.check_write(request)
+            leave_s = self.store.readers_leave_s(request.model, self._now_s())
+            if leave_s is None or self._now_s() >= end_s:
+                return self.store.begin_write(request, self._now_s())
+            await self._wait_change(min(end_s, leave_s))
+
+    async def commit_write(self, write_id: str, commit: WriteCommit) -> WriteStatus:
+        """Raises NotFound, InvalidRequest naming the checksum that differs, Conflict."""
+        verification = self.store.start_commit(write_id, commit)
+        if isinstance(verification, WriteStatus):
+            return verification
+        problem = await asyncio.to_thread(verification.problem)
+        outcome = self.store.finish_commit(verification, problem)
+        if isinstance(outcome, WriteStatus):
+            return outcome
+        # the caller may hang up while its version is sealed; the version flips all the same
+        return await asyncio.shield(asyncio.ensure_future(self._seal(outcome, commit.writer)))
+
+    async def _seal(self, seal: Seal, source: str) -> WriteStatus:
+        checksum = None
+        try:
+            checksum = await asyncio.to_thread(seal.checksum)
+        finally:
+            status = self.store.finish_seal(seal, checksum)
+        self._num_commits += 1
+        await self._became_readable(seal.write.model, source=source)
+        return status
+
+    def write_status(self, write_id: str) -> WriteStatus:
+        return self.store.write_status(write_id)
+
+    def abandon(self, write_id: str) -> None:
+        self.store.abandon(write_id)
+        self._wake()
+
+    # waiting
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait_change(self, end_s: float) -> None:
+        """Until something was released or committed, or `end_s` came."""
+        left_s = max(end_s - self._now_s(), 0.0)
+        try:
+            async with asyncio.timeout(left_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    # what others hear
+
+    async def _became_readable(self, name: str, *, source: str) -> None:
+        self._wake()
+        model = self.store.model(name)
+        if self._manifest is not None:
+            entry = ManifestEntry(
+                model=name,
+                path=model.readable.view.path,
+                nbytes=model.nbytes,
+                version=model.version,
+                checksum=model.checksum,
+                num_regions=model.num_regions,
+                tensors=model.tensors,
+            )
+            await asyncio.to_thread(self._manifest.put, entry)
+        if name == POLICY:
+            self._unpublished = PolicyVersion(
+                model=name,
+                version=model.version,
+                layout_epoch=self.plans.layout_epoch,
+                checksum=model.checksum,
+                source=source,
+            )
+            await self._publish_now()
+
+    async def _publish_now(self) -> None:
+        message = self._unpublished
+        if message is None:
+            return
+        try:
+            await self._publish(message)
+        except PivotError as error:
+            _log.warning("%s is not on the bus yet: %s", message.summary(), error)
+            self._must_publish.set()
+            return
+        if self._unpublished is message:
+            self._unpublished = None
+
+    async def publish_for_ever(self) -> None:
+        """Publish again what the bus did not take. A task of the process."""
+        while True:
+            await self._must_publish.wait()
+            self._must_publish.clear()
+            await asyncio.sleep(_PUBLISH_RETRY_S)
+            await self._publish_now()
+
+    def gauges(self) -> dict[str, float]:
+        """For `/metrics`."""
+        statuses = self.models()
+        policy = next((s.version for s in statuses if s.model == POLICY), -1)
+        return {
+            "policy_version": policy,
+            "pool_bytes": self.store.pool.used_bytes,
+            "leases": sum(len(s.leases) for s in statuses),
+            "open_writes": sum(s.open_write is not None for s in statuses),
+            "reads_total": self._num_reads,
+            "commits_total": self._num_commits,
+            "lease_misses_total": self._num_lease_misses,
+            "plan_cache_hits_total": self.plans.cache.num_hits,
+            "plan_cache_misses_total": self.plans.cache.num_misses,
+        }

@@ -1,0 +1,322 @@
+"""Which version of a model is readable, and how the next one becomes so (paper §5.1; Write in Figure 5b).
+
+Every model has a readable buffer; one that trains has a spare. The store moves no bytes and reads no clock:
+copies are made by the ranks, checksums by `Verification` and `Seal` in a thread, time comes in as `now_s`.
+
+    begin_write        joins or opens the Write of a version > the readable one; the spare must have no
+    readers start_commit       → Verification, to be run outside
+    finish_commit      the writer's bytes agree; for the last writer → Seal, to be run outside
+    finish_seal        flips: the spare becomes readable, the readable becomes the spare
+
+Invariants
+    - The readable version only grows, and its bytes do not change while it is readable or a lease holds it.
+    - A version is readable only after all its writers committed, their boxes were every element exactly
+    once, and
+      every checksum was found in the buffer.
+    - A Write that is replaced or abandoned never becomes a version, even if its checks are still running;
+    its buffer
+      is given up for a fresh one, so that writers of it that still live scribble on nobody's memory.
+    - A lease that ran out is gone: its release fails, which tells the reader that it may have seen torn
+    bytes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from services.gps.boxes import check_cover, parts_of, spec_of
+from services.gps.versions import Buffer, Granted, Lease, Model, OpenWrite, Seal, Verification, WriterPart
+from shared.contracts.gps import (
+    ModelStatus,
+    PoolTensor,
+    PoolView,
+    ReadRequest,
+    WriteCommit,
+    WriteGrant,
+    WriteRequest,
+    WriteStatus,
+)
+from shared.errors import Conflict, InvalidRequest, NotFound
+from shared.layout.tensor_layout import Box, whole
+from shared.weights.host_pool import HostPool, PoolRegion
+
+
+@dataclass(slots=True)
+class Store:
+    """Models over a `pool`. `new_id` makes ids that nobody can guess; leases last at most `max_lease_s`."""
+
+    pool: HostPool
+    new_id: Callable[[], str]
+    max_lease_s: float = 600.0
+    _models: dict[str, Model] = field(default_factory=dict)
+
+    # models
+
+    def add_model(
+        self,
+        name: str,
+        tensors: Sequence[PoolTensor],
+        nbytes: int,
+        *,
+        is_frozen: bool,
+        adopted: PoolRegion | None = None,
+        num_regions: int = 0,
+    ) -> PoolRegion:
+        """Reserve the buffers of a model and give the one to seed. Raises ConfigError if they do not fit.
+
+        `adopted` is a region that an earlier life of GPS filled; it had made `num_regions` of this model.
+        """
+        assert name not in self._models, f"model {name} was added before"
+        specs = {tensor.name: spec_of(tensor) for tensor in tensors}
+        by_name = {tensor.name: tensor for tensor in tensors}
+        model = Model(name, tuple(tensors), nbytes, is_frozen, [], specs, by_name)
+        num_new = (1 if is_frozen else 2) - (adopted is not None)
+        self.pool.check_room(num_new * nbytes, f"{name} with {num_new} new buffer(s)")
+        if adopted is not None:
+            model.num_regions = num_regions
+            model.buffers.append(self._buffer(model, adopted))
+        for _ in range(num_new):
+            model.buffers.append(self._new_buffer(model))
+        self._models[name] = model
+        return model.readable.region
+
+    def publish_seed(self, name: str, version: int, checksum: str) -> None:
+        """The seeded buffer holds `version`."""
+        model = self.model(name)
+        assert model.version < 0, f"model {name} was seeded before"
+        model.version, model.checksum = version, checksum
+
+    def model(self, name: str) -> Model:
+        if name not in self._models:
+            raise NotFound(f"GPS holds no model {name!r}; it holds {sorted(self._models)}", model=name)
+        return self._models[name]
+
+    def models(self, now_s: float) -> tuple[ModelStatus, ...]:
+        return tuple(self.status(name, now_s) for name in sorted(self._models))
+
+    def status(self, name: str, now_s: float) -> ModelStatus:
+        model = self.model(name)
+        self._expire(model, now_s)
+        leases = [lease for buffer in model.buffers for lease in buffer.leases.values()]
+        return ModelStatus(
+            model=name,
+            version=model.version,
+            checksum=model.checksum,
+            dtype=model.tensors[0].dtype if model.tensors else "",
+            nbytes=model.nbytes,
+            num_tensors=len(model.tensors),
+            is_frozen=model.is_frozen,
+            leases=tuple(f"{lease.receiver}: version {lease.version}" for lease in leases),
+            open_write=_status(model.write) if model.write else None,
+        )
+
+    def _new_buffer(self, model: Model) -> Buffer:
+        model.num_regions += 1
+        return self._buffer(model, self.pool.create(model.name, f"b{model.num_regions}", model.nbytes))
+
+    def _buffer(self, model: Model, region: PoolRegion) -> Buffer:
+        return Buffer(region, PoolView(path=str(region.path), nbytes=model.nbytes, tensors=model.tensors))
+
+    # reads
+
+    def read(self, request: ReadRequest, now_s: float) -> Granted:
+        """Lease the readable version. Raises NotFound, InvalidRequest, or Conflict if `min_version` is not
+        there."""
+        model = self.model(request.model)
+        if model.version < 0:
+            raise Conflict(f"{model.name} is still being seeded", model=model.name)
+        if not 0 < request.lease_s <= self.max_lease_s:
+            raise InvalidRequest("lease_s", f"{request.lease_s} is not in (0, {self.max_lease_s}] seconds")
+        if request.min_version > model.version:
+            problem = (
+                f"{model.name} is at version {model.version}, version {request.min_version} was asked for"
+            )
+            raise Conflict(problem, version=model.version, min_version=request.min_version)
+        self._expire(model, now_s)
+        lease = Lease(self.new_id(), request.receiver, model.version, now_s + request.lease_s)
+        model.readable.leases[lease.lease_id] = lease
+        return Granted(lease, model.readable.view, model)
+
+    def release(self, lease_id: str, now_s: float) -> None:
+        """End a lease. Raises NotFound if it is unknown or ran out."""
+        for model in self._models.values():
+            self._expire(model, now_s)
+            for buffer in model.buffers:
+                if buffer.leases.pop(lease_id, None):
+                    return
+        raise NotFound(f"no lease {lease_id}: it was released, or ran out", lease_id=lease_id)
+
+    def _expire(self, model: Model, now_s: float) -> None:
+        for buffer in model.buffers:
+            for lease in [found for found in buffer.leases.values() if found.expires_s <= now_s]:
+                del buffer.leases[lease.lease_id]
+
+    def readers_leave_s(self, name: str, now_s: float) -> float | None:
+        """When the last lease on the spare buffer of `name` runs out; None if nobody holds it."""
+        model = self.model(name)
+        if model.is_frozen:
+            return None
+        self._expire(model, now_s)
+        return max((lease.expires_s for lease in model.spare.leases.values()), default=None)
+
+    # writes
+
+    def check_write(self, request: WriteRequest) -> WriterPart:
+        """What the writer holds. Raises what no waiting can mend: NotFound, InvalidRequest, Conflict on the
+        version."""
+        model = self.model(request.model)
+        if model.is_frozen:
+            raise Conflict(f"{model.name} is frozen: nobody writes it", model=model.name)
+        if request.version <= model.version:
+            problem = f"version {request.version} of {model.name} is not newer than version {model.version}"
+            raise Conflict(problem, version=model.version, asked=request.version)
+        if not request.writers or len(set(request.writers)) != len(request.writers):
+            raise InvalidRequest("writers", "must name every writer once", writers=list(request.writers))
+        if request.writer not in request.writers:
+            raise InvalidRequest("writer", f"{request.writer!r} is none of {list(request.writers)}")
+        return WriterPart(parts_of(model.specs, request.boxes))
+
+    def begin_write(self, request: WriteRequest, now_s: float) -> WriteGrant:
+        """Join the Write of this version, or open it; a torn one of dead writers is replaced.
+
+        Raises, besides what `check_write` does:
+            Conflict: readers hold the spare buffer; try again when they have left.
+            InvalidRequest: this is the last writer to join and all boxes together are not the model.
+        """
+        part = self.check_write(request)
+        model = self.model(request.model)
+        write = model.write
+        joins = write is not None and _names(write) == (request.version, request.attempt, request.writers)
+        if write is not None and joins and request.writer in write.joined:
+            if request.attempt and write.joined[request.writer].parts != part.parts:
+                raise InvalidRequest(
+                    "boxes", f"differ from those that {request.writer} named in this attempt"
+                )
+            if request.attempt:
+                return self._grant(model, write)
+            joins = False
+        if write is None or not joins:
+            write = self._open_write(model, request, now_s)
+        joined = {**write.joined, request.writer: part}
+        if len(joined) == len(write.writers):
+            check_cover(model.specs, (p for other in joined.values() for p in other.parts))
+        write.joined = joined
+        return self._grant(model, write)
+
+    def _open_write(self, model: Model, request: WriteRequest, now_s: float) -> OpenWrite:
+        self._expire(model, now_s)
+        if holders := sorted({lease.receiver for lease in model.spare.leases.values()}):
+            problem = f"readers hold the spare buffer of {model.name}: {', '.join(holders)}"
+            raise Conflict(problem, model=model.name, holders=holders)
+        model.write = None
+        if model.spare.is_dirty:
+            self.pool.remove(model.spare.region)
+            model.buffers[1 - model.current] = self._new_buffer(model)
+        model.spare.is_dirty = True
+        model.write = OpenWrite(self.new_id(), model.name, request.version, request.attempt, request.writers)
+        return model.write
+
+    def _grant(self, model: Model, write: OpenWrite) -> WriteGrant:
+        return WriteGrant(
+            write_id=write.write_id, model=model.name, version=write.version, view=model.spare.view
+        )
+
+    def write_status(self, write_id: str) -> WriteStatus:
+        """Raises NotFound if the Write is unknown, abandoned or replaced."""
+        for model in self._models.values():
+            if model.write is not None and model.write.write_id == write_id:
+                return _status(model.write)
+            if model.last_committed is not None and model.last_committed.write_id == write_id:
+                return model.last_committed
+        raise NotFound(
+            f"no Write {write_id}: it was abandoned, or replaced by restarted writers", write_id=write_id
+        )
+
+    def start_commit(self, write_id: str, commit: WriteCommit) -> Verification | WriteStatus:
+        """What to check for this commit, or the status if there is nothing left to check.
+
+        Raises:
+            NotFound: the Write is unknown, abandoned or replaced.
+            InvalidRequest: not a writer of it, or not one checksum per box.
+            Conflict: the writer did not begin it.
+        """
+        status = self.write_status(write_id)
+        if status.committed:
+            return status
+        model, write = self._open(write_id)
+        if commit.writer not in write.writers:
+            raise InvalidRequest("writer", f"{commit.writer!r} is none of the writers {list(write.writers)}")
+        if commit.writer not in write.joined:
+            raise Conflict(f"{commit.writer} did not begin Write {write_id}", write_id=write_id)
+        part = write.joined[commit.writer]
+        if len(commit.checksums) != len(part.parts):
+            problem = f"{len(commit.checksums)} checksums for {len(part.parts)} boxes"
+            raise InvalidRequest("checksums", problem)
+        memory = model.spare.region.memory
+        return Verification(
+            write, commit.writer, part.parts, commit.checksums, model.specs, model.by_name, memory
+        )
+
+    def finish_commit(self, done: Verification, problem: tuple[int, str] | None) -> Seal | WriteStatus:
+        """Record the outcome; a `Seal` if this was the last writer.
+
+        Raises:
+            NotFound: the Write was abandoned or replaced meanwhile.
+            InvalidRequest: `problem`; the writer may copy and commit again.
+        """
+        model, write = self._open(done.write.write_id)
+        if problem is not None:
+            raise InvalidRequest(f"checksums[{problem[0]}]", problem[1])
+        write.joined[done.writer].checksums = done.checksums
+        if write.pending or write.is_sealing:
+            return _status(write)
+        write.is_sealing = True
+        known = {
+            name: checksum
+            for part in write.joined.values()
+            for (name, region), checksum in zip(part.parts, part.checksums or (), strict=True)
+            if isinstance(region, Box) and region == whole(model.specs[name])
+        }
+        return Seal(write, model.tensors, model.spare.region.memory, known)
+
+    def finish_seal(self, seal: Seal, checksum: str | None) -> WriteStatus:
+        """Flip to the new version; `checksum` None means that it could not be computed, and the Write stays
+        open.
+
+        Raises NotFound if the Write was abandoned or replaced meanwhile.
+        """
+        model, write = self._open(seal.write.write_id)
+        write.is_sealing = False
+        if checksum is None:
+            return _status(write)
+        assert not write.pending
+        assert write.version > model.version
+        model.spare.is_dirty = False
+        model.current = 1 - model.current
+        model.version, model.checksum, model.write = write.version, checksum, None
+        model.last_committed = WriteStatus(
+            write_id=write.write_id, version=write.version, committed=True, pending_writers=()
+        )
+        return model.last_committed
+
+    def abandon(self, write_id: str) -> None:
+        """Give up an open Write; the readable version stays. Raises NotFound; Conflict if it was
+        committed."""
+        if self.write_status(write_id).committed:
+            raise Conflict(f"Write {write_id} is committed", write_id=write_id)
+        self._open(write_id)[0].write = None
+
+    def _open(self, write_id: str) -> tuple[Model, OpenWrite]:
+        for model in self._models.values():
+            if model.write is not None and model.write.write_id == write_id:
+                return model, model.write
+        raise NotFound(f"no open Write {write_id}: it was abandoned or replaced", write_id=write_id)
+
+
+def _names(write: OpenWrite) -> tuple[int, str, tuple[str, ...]]:
+    return write.version, write.attempt, write.writers
+
+
+def _status(write: OpenWrite) -> WriteStatus:
+    return WriteStatus(
+        write_id=write.write_id, version=write.version, committed=False, pending_writers=write.pending
+    )

@@ -1,0 +1,155 @@
+"""The pieces of the store: buffers, leases, a Write in progress, and the checks that run outside of it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.gps.boxes import Part
+from shared.contracts.gps import PoolTensor, PoolView, WriteStatus
+from shared.layout.tensor_layout import TensorSpec
+from shared.weights.checksum import checksum_bytes, checksum_region, combine
+from shared.weights.host_pool import PoolRegion, tensor_nbytes
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """`receiver` may read version `version` until `expires_s`."""
+
+    lease_id: str
+    receiver: str
+    version: int
+    expires_s: float
+
+
+@dataclass(slots=True)
+class Buffer:
+    """A region and what it holds. `version` is None while it holds nothing whole; `is_dirty` once a writer
+    got it."""
+
+    region: PoolRegion
+    view: PoolView
+    is_dirty: bool = False
+    leases: dict[str, Lease] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class WriterPart:
+    """What one writer holds, and its checksums once they were found in the buffer."""
+
+    parts: tuple[Part, ...]
+    checksums: tuple[str, ...] | None = None
+
+
+@dataclass(slots=True)
+class OpenWrite:
+    """A Write in progress. Compared by identity: a replaced one never becomes a version."""
+
+    write_id: str
+    model: str
+    version: int
+    attempt: str
+    writers: tuple[str, ...]
+    joined: dict[str, WriterPart] = field(default_factory=dict)
+    is_sealing: bool = False
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Writers that have not committed, in the order of `writers`."""
+        return tuple(w for w in self.writers if w not in self.joined or self.joined[w].checksums is None)
+
+
+@dataclass(slots=True)
+class Model:
+    """A model of the pool. `buffers[current]` is readable; a frozen model has that one only."""
+
+    name: str
+    tensors: tuple[PoolTensor, ...]
+    nbytes: int
+    is_frozen: bool
+    buffers: list[Buffer]
+    specs: dict[str, TensorSpec]
+    by_name: dict[str, PoolTensor]
+    current: int = 0
+    version: int = -1
+    """-1 until it was seeded."""
+    checksum: str = ""
+    write: OpenWrite | None = None
+    last_committed: WriteStatus | None = None
+    num_regions: int = 0
+
+    @property
+    def readable(self) -> Buffer:
+        return self.buffers[self.current]
+
+    @property
+    def spare(self) -> Buffer:
+        return self.buffers[1 - self.current]
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A lease, and the buffer it holds."""
+
+    lease: Lease
+    view: PoolView
+    model: Model
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """One writer's commit, to be checked in a thread: `problem()` reads only the buffer it was given."""
+
+    write: OpenWrite
+    writer: str
+    parts: tuple[Part, ...]
+    checksums: tuple[str, ...]
+    specs: Mapping[str, TensorSpec]
+    tensors: Mapping[str, PoolTensor]
+    memory: Bytes
+
+    def problem(self) -> tuple[int, str] | None:
+        """Index of the first box whose bytes differ from its checksum, and how; None if all agree."""
+        for index, ((name, region), claimed) in enumerate(zip(self.parts, self.checksums, strict=True)):
+            spec = self.specs[name]
+            found = checksum_region(
+                raw_of(self.memory, self.tensors[name]), spec.shape, spec.itemsize, region
+            )
+            if found != claimed:
+                return index, f"{name}: the buffer has {found}, the writer says {claimed}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """A whole version, to be checksummed in a thread before it flips."""
+
+    write: OpenWrite
+    tensors: tuple[PoolTensor, ...]
+    memory: Bytes
+    known: Mapping[str, str]
+    """Checksums of tensors that one box of one writer had as a whole: not computed twice."""
+
+    def checksum(self) -> str:
+        return version_checksum(self.tensors, self.memory, self.known)
+
+
+def raw_of(memory: Bytes, tensor: PoolTensor) -> Bytes:
+    """Bytes of `tensor` in a region."""
+    return memory[tensor.offset_bytes : tensor.offset_bytes + tensor_nbytes(tensor)]
+
+
+def version_checksum(
+    tensors: tuple[PoolTensor, ...], memory: Bytes, known: Mapping[str, str] | None = None
+) -> str:
+    """Checksum of a version: the same for the same values, whatever layout wrote them. 16 hex digits."""
+
+    def each() -> Iterator[tuple[str, str]]:
+        for tensor in tensors:
+            found = known.get(tensor.name) if known else None
+            yield tensor.name, found or checksum_bytes(raw_of(memory, tensor).data)
+
+    return combine(each())
