@@ -49,19 +49,25 @@ def tie_order(replica: ReplicaId) -> tuple[str, int, str]:
 
 
 class ReplicaLoads:
-    """n, tokens, KV room and throughput of every replica of a role; replicas are indexes in `ids`."""
+    """n, tokens, KV room and throughput of every replica of a role; replicas are indexes in `ids`.
+
+    Each quantity is a list; what `best` needs of all replicas at once is mirrored in vectors.
+    """
 
     __slots__ = (
         "_attention",
+        "_gain",
         "_n",
         "_next_n",
         "_next_overhead",
         "_open",
         "_overheads",
         "_room",
+        "_room_vector",
+        "_threshold",
         "_tok",
+        "_tok_vector",
         "_tokens_per_s",
-        "_usable_room",
         "ids",
         "index",
         "model",
@@ -74,30 +80,31 @@ class ReplicaLoads:
         size = len(self.ids)
         self._attention = model.attention_s_per_token
         self._overheads = [0.0, model.overhead_s(1)]
-        self._n = [0] * size
+        self._n, self._tok, self._tokens_per_s = [0] * size, [0] * size, [0.0] * size
         self._room = [kv_capacity_tokens[replica] for replica in self.ids]
         self._open = [True] * size
-        self._tok = np.zeros(size)
-        self._next_n = np.ones(size)
+        self._tok_vector, self._next_n = np.zeros(size), np.ones(size)
         self._next_overhead = np.full(size, self._overheads[1])
-        self._tokens_per_s = np.zeros(size)
-        self._usable_room = np.array(self._room, dtype=np.float64)
+        self._threshold = np.zeros(size)  # T of an open replica; a closed one can never exceed it
+        self._room_vector = np.array(self._room, dtype=np.float64)
+        self._gain = np.empty(size)
 
     def copy(self) -> Self:
         """An independent copy, to try decisions on."""
         twin = type(self).__new__(type(self))
         twin.model, twin.ids, twin.index = self.model, self.ids, self.index
         twin._attention, twin._overheads = self._attention, self._overheads
-        twin._n, twin._room, twin._open = self._n.copy(), self._room.copy(), self._open.copy()
-        twin._tok, twin._next_n = self._tok.copy(), self._next_n.copy()
-        twin._next_overhead, twin._tokens_per_s = self._next_overhead.copy(), self._tokens_per_s.copy()
-        twin._usable_room = self._usable_room.copy()
+        twin._n, twin._tok, twin._tokens_per_s = self._n.copy(), self._tok.copy(), self._tokens_per_s.copy()
+        twin._room, twin._open = self._room.copy(), self._open.copy()
+        twin._tok_vector, twin._next_n = self._tok_vector.copy(), self._next_n.copy()
+        twin._next_overhead, twin._threshold = self._next_overhead.copy(), self._threshold.copy()
+        twin._room_vector, twin._gain = self._room_vector.copy(), np.empty(len(self.ids))
         return twin
 
     def set_open(self, replica: int, is_open: bool) -> None:
         """A closed replica keeps its load and takes no sequence."""
         self._open[replica] = is_open
-        self._usable_room[replica] = self._room[replica] if is_open else -np.inf
+        self._threshold[replica] = self._tokens_per_s[replica] if is_open else np.inf
 
     def is_open(self, replica: int) -> bool:
         return self._open[replica]
@@ -105,45 +112,51 @@ class ReplicaLoads:
     def change(self, replica: int, num_sequences: int, tokens: int, need: int) -> None:
         """Add (or with negative numbers take away) sequences with their tokens and KV need."""
         n = self._n[replica] + num_sequences
-        while n + 1 >= len(self._overheads):
-            self._overheads.append(self.model.overhead_s(len(self._overheads)))
-        tok = float(self._tok[replica]) + tokens
-        self._n[replica] = n
-        self._tok[replica] = tok
+        overheads = self._overheads
+        while n + 1 >= len(overheads):
+            overheads.append(self.model.overhead_s(len(overheads)))
+        tok = self._tok[replica] + tokens
+        tokens_per_s = n / (self._attention * tok + overheads[n]) if n else 0.0
+        self._n[replica], self._tok[replica], self._tokens_per_s[replica] = n, tok, tokens_per_s
+        self._room[replica] = self._room_vector[replica] = self._room[replica] - need
+        self._tok_vector[replica] = tok
         self._next_n[replica] = n + 1
-        self._next_overhead[replica] = self._overheads[n + 1]
-        self._tokens_per_s[replica] = n / (self._attention * tok + self._overheads[n]) if n else 0.0
-        self._room[replica] -= need
+        self._next_overhead[replica] = overheads[n + 1]
         if self._open[replica]:
-            self._usable_room[replica] = self._room[replica]
+            self._threshold[replica] = tokens_per_s
 
     def best(self, length: int, need: int) -> int | None:
         """The open replica with room for `need` that gains most from a sequence of `length`, if any."""
         if not self.ids:
             return None
-        gain = (
-            self._next_n / (self._attention * (self._tok + length) + self._next_overhead) - self._tokens_per_s
-        )
-        gain[self._usable_room < need] = -np.inf
+        gain = self._gain
+        np.add(self._tok_vector, length, out=gain)
+        np.multiply(gain, self._attention, out=gain)
+        np.add(gain, self._next_overhead, out=gain)
+        np.divide(self._next_n, gain, out=gain)
+        np.subtract(gain, self._threshold, out=gain)
         winner = int(gain.argmax())
+        if self._room[winner] < need:
+            gain[self._room_vector < need] = -np.inf
+            winner = int(gain.argmax())
         return None if gain[winner] == -np.inf else winner
 
     def fastest(self) -> int:
         """The open replica with the highest throughput; the lowest slot of several."""
-        return int(np.where(self._open, self._tokens_per_s, -1.0).argmax())
+        return int(np.where(self._threshold < np.inf, self._threshold, -1.0).argmax())
 
     def num_sequences(self, replica: int) -> int:
         return self._n[replica]
 
     def num_tokens(self, replica: int) -> int:
-        return int(self._tok[replica])
+        return self._tok[replica]
 
     def room_tokens(self, replica: int) -> int:
         """KV tokens not set aside; negative once sequences outgrew what was."""
         return self._room[replica]
 
     def tokens_per_s(self, replica: int) -> float:
-        return float(self._tokens_per_s[replica])
+        return self._tokens_per_s[replica]
 
     @property
     def total_tokens_per_s(self) -> float:
@@ -239,9 +252,9 @@ def shift_down(
     waiting = list(queue)
     for replica in leaving:
         loads.set_open(replica, False)
-        for movable in running[replica]:
-            loads.change(replica, -1, -movable.length, -movable.need)
-            waiting.append(movable)
+        gone = running[replica]
+        loads.change(replica, -len(gone), -sum(m.length for m in gone), -sum(m.need for m in gone))
+        waiting += gone
         running[replica] = []
     waiting.sort(key=lambda movable: movable.rank)
     return waiting[len(dispatch(loads, waiting)) :]

@@ -9,13 +9,14 @@ Invariants, under any interleaving of arrivals, reports, shifts, deaths, duplica
 """
 
 import heapq
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import assert_never
 
-from shared.errors import ConfigError
 from shared.ids import ReplicaId, SequenceId
-from shared.scheduling.migration import Movable, ReplicaLoads, dispatch, moves_worth_making, tie_order
+from shared.scheduling.config import SchedulerConfig
+from shared.scheduling.migration import Movable, ReplicaLoads, dispatch, tie_order
+from shared.scheduling.rebalance import sequences_to_move
 from shared.scheduling.sequence import (
     FAILED,
     FINISHED,
@@ -41,37 +42,9 @@ from shared.scheduling.sequence import (
     Tick,
     TokensGenerated,
 )
-from shared.scheduling.throughput import UNIT, ThroughputModel
+from shared.scheduling.throughput import UNIT
 
-Priority = Callable[[SequenceState], float]
-
-
-def first_come(state: SequenceState) -> float:
-    """The default: all alike, so that the sequence id decides."""
-    return 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """How a role places its sequences."""
-
-    throughput_model: ThroughputModel | None = None
-    """None is the ablation without one: every busy replica counts the same."""
-    migration: bool = True
-    """Off is the ablation where a new replica only gets what waits."""
-    growth_margin_tokens: int = 512
-    """KV room set aside per sequence beyond its present length, at most what it may still generate."""
-    priority: Priority = first_come
-    """Smaller goes first; equal goes by sequence id."""
-
-    def __post_init__(self) -> None:
-        if self.growth_margin_tokens < 0:
-            raise ConfigError(
-                "growth_margin_tokens",
-                self.growth_margin_tokens,
-                "must not be negative",
-                "512 is a good start",
-            )
+__all__ = ["Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:
@@ -266,38 +239,10 @@ class Scheduler:
         return effects
 
     def _abort_for_moves(self) -> list[SchedulerEffect]:
-        """Decide the moves on a copy where aborts under way have landed; abort what then runs elsewhere."""
-        loads = self._loads.copy()
-        running: list[list[Movable]] = [[] for _ in loads.ids]
-        aborting: list[Movable] = []
-        by_rank: list[SequenceState] = []
-        for state in sorted(
-            (self._sequences[s] for on in self._on.values() for s in on),
-            key=lambda s: (self._config.priority(s), s.id),
-        ):
-            assert state.place.replica is not None
-            movable = Movable(state.length, len(by_rank), self._need(state))
-            by_rank.append(state)
-            at = loads.index[state.place.replica]
-            if state.place.phase is Phase.RUNNING:
-                running[at].append(movable)
-            else:
-                loads.change(at, -1, -movable.length, -movable.need)
-                if not state.is_cancelled:
-                    aborting.append(movable)
-        if len(dispatch(loads, aborting)) < len(aborting):
-            return []
-        for movables in running:
-            movables.sort()
-        ends_on: dict[int, int] = {}
-        for move in moves_worth_making(loads, running):
-            ends_on[move.movable.rank] = move.target
-        effects: list[SchedulerEffect] = []
-        for rank, target in ends_on.items():
-            if loads.ids[target] != by_rank[rank].place.replica:
-                self._counts["num_moves"] += 1
-                effects += self._abort(by_rank[rank])
-        return effects
+        on_replicas = (self._sequences[s] for on in self._on.values() for s in on)
+        moved = sequences_to_move(self._loads, on_replicas, self._config)
+        self._counts["num_moves"] += len(moved)
+        return [effect for state in moved for effect in self._abort(state)]
 
     def _shift_down(self, replicas: tuple[ReplicaId, ...]) -> list[SchedulerEffect]:
         effects: list[SchedulerEffect] = []
