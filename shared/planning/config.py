@@ -57,6 +57,8 @@ class PlannerConfig:
     """A shift that cost tokens is not reversed, at a further cost, before it has earned them back."""
     cooldown_s: float = 0.0
     """Least time from a completed shift to the next one between rollout and reward."""
+    max_evaluated: int = 48
+    """Replay at most about this many candidates: with more, an even grid of them, then around the best."""
     use_throughput_model: bool = True
     """Off is the ablation where a busy replica counts 1 token/s."""
     migration: bool = True
@@ -73,6 +75,8 @@ class PlannerConfig:
             raise ConfigError(
                 "measured_shift_weight", self.measured_shift_weight, "must be in 0..1", "Try 0.3"
             )
+        if self.max_evaluated < 2:
+            raise ConfigError("max_evaluated", self.max_evaluated, "must be at least 2", "48 is a good start")
         if not 0 <= self.kv_use_low < self.kv_use_high:
             raise ConfigError(
                 "kv_use_low", self.kv_use_low, f"must be below kv_use_high = {self.kv_use_high}", "Lower it"

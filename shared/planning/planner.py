@@ -12,7 +12,9 @@ Liveness, beyond the paper
 - Training that is not active and holds devices while no batch is ready is a donor that costs nothing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 
 from shared.ids import ReplicaId, Role
 from shared.planning.candidates import Candidate, candidates
@@ -101,14 +103,15 @@ class Planner(ShiftPolicy):
         if max_up <= 0:
             reason = f"{up_role} is more pressed but can get no further replica"
             return PlanRecord(now_s, reason, up_role, current_tokens_per_s=current)
-        judged = [
-            self._judge(up_role, candidate, replays, current, now_s)
-            for candidate in candidates(pairs, max_up)
-        ]
+        found = candidates(pairs, max_up)
+
+        def judge(i: int) -> CandidateRecord:
+            return self._judge(up_role, found[i], replays, current, now_s)
+
+        judged = list(search(len(found), judge, self.config.max_evaluated).values())
         best: int | None = None
         for i, candidate in enumerate(judged):
-            is_eligible = candidate.benefit_tokens > 0 and not candidate.refusal
-            if is_eligible and (best is None or candidate.benefit_tokens > judged[best].benefit_tokens):
+            if worth(candidate) > 0 and (best is None or worth(candidate) > worth(judged[best])):
                 best = i
         if best is None:
             refusals = {c.refusal for c in judged if c.benefit_tokens > 0}
@@ -189,6 +192,34 @@ class Planner(ShiftPolicy):
             return
         payback_s = min(plan.penalty_tokens / self._gain_tokens_per_s, self.config.window_s)
         self._payback = _Payback(plan, now_s + payback_s)
+
+
+def worth(candidate: CandidateRecord) -> float:
+    """What choosing it would bring, tokens; nothing can bring a refused one."""
+    return -inf if candidate.refusal else candidate.benefit_tokens
+
+
+def search(
+    num_candidates: int, judge: Callable[[int], CandidateRecord], max_evaluated: int
+) -> dict[int, CandidateRecord]:
+    """Judged candidates by ascending index: all of them if they are few.
+
+    With more than `max_evaluated`, an even grid with both ends, then halving the gaps beside the best so far
+    until its neighbours are judged too. That finds the best one where benefit has a single peak, which more
+    replicas for one role at the growing cost of the other nearly always give.
+    """
+    grid = min(num_candidates, max_evaluated)
+    last = num_candidates - 1
+    judged = {i: judge(i) for i in sorted({round(j * last / max(1, grid - 1)) for j in range(grid)})}
+    while judged:
+        best = max(sorted(judged), key=lambda i: worth(judged[i]))
+        below = max((i for i in judged if i < best), default=best)
+        above = min((i for i in judged if i > best), default=best)
+        middles = {(below + best) // 2, (best + above + 1) // 2} - judged.keys()
+        if not middles:
+            break
+        judged |= {i: judge(i) for i in sorted(middles)}
+    return dict(sorted(judged.items()))
 
 
 def role_to_shift_up(replays: dict[Role, RoleReplay]) -> Role | None:

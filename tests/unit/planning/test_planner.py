@@ -14,6 +14,7 @@ from shared.planning.config import PlannerConfig, RolePlanning
 from shared.planning.evaluate import RoleReplay, combined_tokens_per_s
 from shared.planning.pairs import shift_pairs
 from shared.planning.plan import (
+    CandidateRecord,
     ConfigChanged,
     Direction,
     ExecuteShift,
@@ -26,7 +27,7 @@ from shared.planning.plan import (
     ShiftStarted,
     WorkloadObserved,
 )
-from shared.planning.planner import Planner
+from shared.planning.planner import Planner, search
 from shared.planning.workload import TrainingActivity, TrainingState, WorkloadState
 from shared.scheduling.sequence import RoleLoad
 from shared.scheduling.throughput import H20_7B_TP1
@@ -346,3 +347,28 @@ def test_the_chosen_benefit_equals_brute_force(num_busy, each, num_free, reward_
 def test_an_empty_role_load_is_no_work():
     assert RoleLoad().num_sequences == 0
     assert WorkloadState().of(Role.REWARD) == RoleLoad()
+
+
+def record_of(benefit):
+    return CandidateRecord((), (), False, 0.0, 0.0, 0.0, 0.0, benefit)
+
+
+@given(st.integers(0, 300), st.integers(0, 299), st.integers(2, 60))
+def test_the_search_finds_a_single_peak_without_judging_all(num, peak, max_evaluated):
+    asked = []
+
+    def judge(i):
+        asked.append(i)
+        return record_of(-abs(float(i - peak)))
+
+    judged = search(num, judge, max_evaluated)
+    assert list(judged) == sorted(asked) == sorted(set(asked)), "each at most once"
+    if num:
+        assert min(abs(i - peak) for i in judged) == max(0, peak - num + 1)
+    assert len(judged) <= max_evaluated + 2 * 9
+
+
+@given(st.lists(st.integers(-5, 5), max_size=40))
+def test_few_candidates_are_all_judged(benefits):
+    judged = search(len(benefits), lambda i: record_of(float(benefits[i])), 48)
+    assert list(judged) == list(range(len(benefits)))
