@@ -1,8 +1,9 @@
 """How long one planning decision takes: `python bench/planner.py [--json] [--devices 16 32 …] [--repeat 20]`.
 
 Per cluster size: reading the workload into replayable loads and building shift pairs (pre-processing), the
-dynamic program (construction), replaying every candidate (simulation), and the whole `Planner.step`. Rollout
-replicas take one device, reward replicas four; a third of the devices serve reward; loads have a long tail.
+dynamic program (construction), replaying every candidate (simulation), and the whole `Planner.step`, which
+replays at most about `max_evaluated` of them. Rollout replicas take one device, reward replicas four; a
+third of the devices serve reward; loads have a long tail.
 """
 
 import argparse
