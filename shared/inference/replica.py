@@ -24,9 +24,7 @@ and the role service requeues what ran here.
 """
 
 import asyncio
-import collections
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -55,10 +53,7 @@ from shared.ids import ReplicaId, Role
 from shared.inference.engine_thread import EngineThread
 from shared.inference.ports import Engine, LoadSnapshot, SequenceKey, WeightSource
 from shared.inference.progress import ProgressOutbox, is_final, key_of
-
-TELEMETRY_INTERVAL_S = 0.25
-RATE_WINDOW_S = 2.0
-"""tokens/s is the mean over this much of the past."""
+from shared.inference.telemetry import ReplicaIdentity, Telemetry, send_forever
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +74,8 @@ class ReplicaWorker:
         incarnation: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.replica_id, self.role, self.incarnation = replica_id, role, incarnation
-        self._devices = tuple(devices)
+        self.replica_id, self.incarnation = replica_id, incarnation
+        self._telemetry = Telemetry(ReplicaIdentity(replica_id, role, tuple(devices), incarnation), clock)
         self._engine, self._weights, self._clock = engine, weights, clock
         self._publish_progress, self._publish_telemetry = publish_progress, publish_telemetry
         self._thread = EngineThread(engine, self._on_step, name=f"engine-{replica_id}")
@@ -90,8 +85,6 @@ class ReplicaWorker:
         self._outbox = ProgressOutbox(self._send)
         self._broken: asyncio.Future[NoReturn] | None = None
         self._snapshot = LoadSnapshot(0, (), 0, 0.0, 0)
-        self._generated_tokens = 0
-        self._rate: collections.deque[tuple[float, int]] = collections.deque([(clock(), 0)])
         self.ready = asyncio.Event()
         """Set once the engine is up and asleep: commands are answered from now on."""
 
@@ -128,8 +121,15 @@ class ReplicaWorker:
         return []
 
     async def abort(self, command: AbortSequences) -> SequencesAborted:
-        """Stop sequences and hand over what was not yet sent of them. Legal in every state after start."""
+        """Stop sequences and hand over what was not yet sent of them. Legal in every state.
+
+        With nothing to stop it answers at once, also while the engine is busy: a peer may use it as a ping.
+        """
         wanted = list(self._running) if command.sequences is None else list(command.sequences)
+        if not self._running:
+            return SequencesAborted(deltas=(), unknown=tuple(command.sequences or ()))
+        if not wanted:
+            return SequencesAborted(deltas=())
         stopped = await self._thread.call(lambda: self._engine.abort(wanted))
         for rest in stopped:
             self._running.pop(key_of(rest), None)
@@ -252,7 +252,7 @@ class ReplicaWorker:
 
     def _take_in(self, delta: TokenDelta) -> None:
         self._outbox.add(delta)
-        self._generated_tokens += len(delta.token_ids)
+        self._telemetry.count(len(delta.token_ids))
         if is_final(delta):
             self._running.pop(key_of(delta), None)
 
@@ -271,7 +271,7 @@ class ReplicaWorker:
         tasks: list[asyncio.Future[None]] = [
             asyncio.ensure_future(self._start()),
             asyncio.ensure_future(self._outbox.flush_forever()),
-            asyncio.ensure_future(self._telemetry_loop()),
+            asyncio.ensure_future(send_forever(self.telemetry, self._publish_telemetry)),
         ]
         try:
             await _first_failure([*tasks, self._thread.failure, self._broken])
@@ -298,37 +298,9 @@ class ReplicaWorker:
         self._state = "asleep"
         self.ready.set()
 
-    async def _telemetry_loop(self) -> None:
-        while True:
-            try:
-                await self._publish_telemetry(self.telemetry())
-            except PivotError as error:
-                log.warning("%s: telemetry not sent: %s", self.replica_id, error)
-            await asyncio.sleep(TELEMETRY_INTERVAL_S)
-
     def telemetry(self) -> ReplicaTelemetry:
         """The state of this moment, from the last snapshot."""
-        now, snapshot = self._clock(), self._snapshot
-        self._rate.append((now, self._generated_tokens))
-        while len(self._rate) > 2 and now - self._rate[1][0] >= RATE_WINDOW_S:
-            self._rate.popleft()
-        since, tokens = self._rate[0]
-        return ReplicaTelemetry(
-            replica_id=self.replica_id,
-            role=self.role,
-            incarnation=self.incarnation,
-            pid=os.getpid(),
-            state=self._state,
-            devices=self._devices,
-            num_running=snapshot.num_running,
-            lengths=snapshot.lengths,
-            kv_capacity_tokens=snapshot.kv_capacity_tokens,
-            tokens_per_s=(self._generated_tokens - tokens) / max(now - since, 1e-9) if now > since else 0.0,
-            step_latency_s=snapshot.step_latency_s,
-            generated_tokens_total=self._generated_tokens,
-            policy_version=self._engine.policy_version,
-            resident_bytes=snapshot.resident_bytes,
-        )
+        return self._telemetry.message(self._state, self._engine.policy_version, self._snapshot)
 
 
 async def _first_failure(futures: Sequence["asyncio.Future[None] | asyncio.Future[NoReturn]"]) -> None:

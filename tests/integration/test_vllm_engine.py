@@ -59,25 +59,32 @@ def engine_for(folder: Path, dtype: str = "float32") -> VllmEngine:
     return VllmEngine(config)
 
 
-def fresh_engine_tokens(folder: str, dtype: str) -> list[int]:
-    """What a plain vLLM generates that loads the folder itself: the oracle."""
+def fresh_engine_tokens(models: list[tuple[str, str]]) -> list[list[int]]:
+    """What plain vLLM engines generate that load `(folder, dtype)` themselves, in turn: the oracle."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": core()}
     import torch._dynamo
     from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
 
     torch._dynamo.config.disable = True
-    llm = LLM(
-        model=folder,
-        skip_tokenizer_init=True,
-        dtype=dtype,
-        enforce_eager=True,
-        kv_cache_memory_bytes=KV_BYTES,
-        max_model_len=512,
-        max_num_seqs=8,
-    )
     sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, detokenize=False)
-    (output,) = llm.generate({"prompt_token_ids": list(contract.PROMPT)}, sampling, use_tqdm=False)
-    return list(output.outputs[0].token_ids)
+    found = []
+    for folder, dtype in models:
+        llm = LLM(
+            model=folder,
+            skip_tokenizer_init=True,
+            dtype=dtype,
+            enforce_eager=True,
+            kv_cache_memory_bytes=KV_BYTES,
+            max_model_len=512,
+            max_num_seqs=8,
+        )
+        (output,) = llm.generate({"prompt_token_ids": list(contract.PROMPT)}, sampling, use_tqdm=False)
+        found.append(list(output.outputs[0].token_ids))
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +103,14 @@ def second(models: Path) -> PoolView:
 
 
 @pytest.fixture(scope="module")
-def oracle(models: Path) -> tuple[list[int], list[int]]:
-    return tuple(
-        in_child(fresh_engine_tokens, str(write_model(spec, models)), "float32") for spec in (FIRST, SECOND)
-    )
+def oracle(models: Path) -> dict[TinySpec, list[int]]:
+    specs = (FIRST, SECOND, TIED, TIED_OTHER)
+    tokens = in_child(fresh_engine_tokens, [(str(write_model(spec, models)), spec.dtype) for spec in specs])
+    return dict(zip(specs, tokens, strict=True))
 
 
 @pytest.fixture(scope="module")
-def engine(oracle: tuple[list[int], list[int]], models: Path, first: PoolView) -> Iterator[VllmEngine]:
+def engine(oracle: dict[TinySpec, list[int]], models: Path, first: PoolView) -> Iterator[VllmEngine]:
     engine = engine_for(write_model(FIRST, models))
     engine.start()
     engine.wake(first, 1)
@@ -145,14 +152,14 @@ def test_wrong_states_raise(engine: VllmEngine, first: PoolView) -> None:
 
 
 def test_reads_give_the_tokens_of_an_engine_that_loads_the_checkpoint_itself(
-    engine: VllmEngine, oracle: tuple[list[int], list[int]], first: PoolView, second: PoolView
+    engine: VllmEngine, oracle: dict[TinySpec, list[int]], first: PoolView, second: PoolView
 ) -> None:
-    assert contract.generate(engine, "read") == oracle[0]
+    assert contract.generate(engine, "read") == oracle[FIRST]
     engine.sleep()
     engine.wake(second, 2)
-    assert contract.generate(engine, "read") == oracle[1]
+    assert contract.generate(engine, "read") == oracle[SECOND]
     engine.refresh(first, 1)
-    assert contract.generate(engine, "read") == oracle[0]
+    assert contract.generate(engine, "read") == oracle[FIRST]
 
 
 def test_layout_names_every_tensor_whole(engine: VllmEngine, first: PoolView) -> None:
@@ -199,9 +206,13 @@ def test_replica_worker_serves_over_it(engine: VllmEngine, first: PoolView, seco
     async def scenario() -> None:
         progress: list[SequenceProgress] = []
         telemetry: list[ReplicaTelemetry] = []
+        has_progress, has_finished = asyncio.Event(), asyncio.Event()
 
         async def on_progress(message: SequenceProgress) -> None:
             progress.append(message)
+            has_progress.set()
+            if any(delta.finish_reason for delta in message.deltas):
+                has_finished.set()
 
         async def on_telemetry(message: ReplicaTelemetry) -> None:
             telemetry.append(message)
@@ -221,16 +232,14 @@ def test_replica_worker_serves_over_it(engine: VllmEngine, first: PoolView, seco
         woke = await worker.wake(WakeReplica(min_version=1))
         assert woke.version == 1
         await worker.run(RunSequences(sequences=(contract.spec("s", max_new_tokens=200),)))
-        while not progress:
-            await asyncio.sleep(0.01)
+        await asyncio.wait_for(has_progress.wait(), 30)
         assert (await worker.refresh(RefreshReplica(min_version=2))).version == 2
         stopped = await worker.abort(AbortSequences(sequences=None))
         deltas = [delta for message in progress for delta in message.deltas] + list(stopped.deltas)
         parts = contract.tokens_of(deltas, "s")
         resumed = contract.spec("s", attempt=1, generated=tuple(parts), max_new_tokens=200)
         await worker.run(RunSequences(sequences=(resumed,)))
-        while not any(d.finish_reason for message in progress for d in message.deltas):
-            await asyncio.sleep(0.01)
+        await asyncio.wait_for(has_finished.wait(), 30)
         deltas = [d for message in progress for d in message.deltas if d.attempt == 1]
         assert len(contract.tokens_of(deltas, "s", start=len(parts))) + len(parts) == 200
         slept = await worker.sleep(SleepReplica())
@@ -260,11 +269,11 @@ def tied_engine_tokens(folder: str, views: list[PoolView]) -> list[list[int]]:
     return found
 
 
-def test_tied_head_is_never_stale(models: Path) -> None:
+def test_tied_head_is_never_stale(models: Path, oracle: dict[TinySpec, list[int]]) -> None:
     """vLLM packs the embeddings a second time for the head; a Read must pack them again."""
     folders = [write_model(spec, models) for spec in (TIED, TIED_OTHER)]
     views = [write_pool(folder, models / f"{folder.name}.pool") for folder in folders]
-    expected = [in_child(fresh_engine_tokens, str(folder), "bfloat16") for folder in folders]
+    expected = [oracle[TIED], oracle[TIED_OTHER]]
     assert expected[0] != expected[1]
     assert in_child(tied_engine_tokens, str(folders[0]), views) == [*expected, expected[0]]
 
