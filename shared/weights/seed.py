@@ -63,6 +63,8 @@ def read_header(path: Path) -> list[StoredTensor]:
             header = json.loads(file.read(length))
     except (OSError, ValueError) as error:
         raise _bad(path, f"cannot be read as safetensors ({error})") from error
+    if not isinstance(header, dict):
+        raise _bad(path, "cannot be read as safetensors (its header is no mapping)")
     found = []
     for name, entry in header.items():
         if name == "__metadata__":
