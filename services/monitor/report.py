@@ -8,7 +8,13 @@ from typing import Any
 from services.monitor.timeline import FREE, SHIFTING, Timeline
 from shared.contracts.trainer import StepCompleted
 
-COLOURS = {"rollout": "#4477aa", "reward": "#ee6677", "training": "#228833", SHIFTING: "#bbbbbb", FREE: "#f2f2f2"}
+COLOURS = {
+    "rollout": "#4477aa",
+    "reward": "#ee6677",
+    "training": "#228833",
+    SHIFTING: "#bbbbbb",
+    FREE: "#f2f2f2",
+}
 """Told apart by people with any colour vision (Paul Tol's bright set)."""
 
 
@@ -64,11 +70,21 @@ def _draw(timeline: Timeline, path: Path, now_s: float, title: str) -> None:
     zero_s = min(span.start_s for span in spans)
     devices = sorted({span.device for span in spans})
     figure, (top, bottom) = pyplot.subplots(
-        2, 1, sharex=True, figsize=(11, 3.2 + 0.35 * len(devices)), height_ratios=[max(1, 0.35 * len(devices)), 2]
+        2,
+        1,
+        sharex=True,
+        figsize=(11, 3.2 + 0.35 * len(devices)),
+        height_ratios=[max(1, 0.35 * len(devices)), 2],
     )
     for span in spans:
         width = (span.end_s or now_s) - span.start_s
-        top.barh(span.device, width, left=span.start_s - zero_s, color=COLOURS.get(span.owner, "#999999"), height=0.8)
+        top.barh(
+            span.device,
+            width,
+            left=span.start_s - zero_s,
+            color=COLOURS.get(span.owner, "#999999"),
+            height=0.8,
+        )
     top.set_yticks(devices, [f"device {d}" for d in devices])
     top.invert_yaxis()
     top.set_title(title)
@@ -78,12 +94,20 @@ def _draw(timeline: Timeline, path: Path, now_s: float, title: str) -> None:
             bottom.axvline(event.now_s - zero_s, color=colour, linewidth=0.7, linestyle=":")
     times = [row[0] - zero_s for row in timeline.throughput]
     for column, role in ((1, "rollout"), (2, "reward")):
-        bottom.plot(times, [row[column] for row in timeline.throughput], color=COLOURS[role], label=role, linewidth=1.3)
+        bottom.plot(
+            times,
+            [row[column] for row in timeline.throughput],
+            color=COLOURS[role],
+            label=role,
+            linewidth=1.3,
+        )
     bottom.set_xlabel("seconds (dotted: a shift was completed)")
     bottom.set_ylabel("tokens/s")
     bottom.set_ylim(bottom=0)
     owners = ["rollout", "reward", "training", SHIFTING, FREE]
-    figure.legend(handles=[Patch(color=COLOURS[o], label=o) for o in owners], ncols=5, loc="lower center", frameon=False)
+    figure.legend(
+        handles=[Patch(color=COLOURS[o], label=o) for o in owners], ncols=5, loc="lower center", frameon=False
+    )
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

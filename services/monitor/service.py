@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from services.monitor.report import MetricsFiles, write_timeline
@@ -23,6 +24,16 @@ log = logging.getLogger("pivotrl.monitor")
 MAX_EVENTS = 1000
 
 
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Where the counters stood when the last step completed."""
+
+    at_s: float
+    rollout_tokens: int = 0
+    reward_tokens: int = 0
+    num_shifts: int = 0
+
+
 class MonitorService:
     def __init__(
         self,
@@ -41,8 +52,7 @@ class MonitorService:
         self.steps: dict[int, dict[str, Any]] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._listeners: set[asyncio.Queue[dict[str, Any]]] = set()
-        self._mark = {"tokens": {Role.ROLLOUT: 0, Role.REWARD: 0}, "at_s": clock.now_s(), "shifts": 0}
-        self._last_step_s: float | None = None
+        self._mark = _Mark(clock.now_s())
         self._written: set[int] = set()
 
     async def start(self) -> None:
@@ -89,18 +99,17 @@ class MonitorService:
     def _on_step(self, step: StepCompleted) -> None:
         now_s = self._clock.now_s()
         tokens = {role: self.aggregator.generated_tokens(role) for role in (Role.ROLLOUT, Role.REWARD)}
-        seconds = max(1e-9, now_s - float(self._mark["at_s"]))
-        before: dict[Role, int] = self._mark["tokens"]  # type: ignore[assignment]
+        mark, seconds = self._mark, max(1e-9, now_s - self._mark.at_s)
         done = [e for e in self.timeline.shifts if not e.shift_id.startswith("start-")]
-        since = done[int(self._mark["shifts"]) :]  # type: ignore[call-overload]
+        since = done[mark.num_shifts :]
         extra: dict[str, float] = {
-            "rollout_tokens_per_s": max(0, tokens[Role.ROLLOUT] - before[Role.ROLLOUT]) / seconds,
-            "reward_tokens_per_s": max(0, tokens[Role.REWARD] - before[Role.REWARD]) / seconds,
+            "rollout_tokens_per_s": max(0, tokens[Role.ROLLOUT] - mark.rollout_tokens) / seconds,
+            "reward_tokens_per_s": max(0, tokens[Role.REWARD] - mark.reward_tokens) / seconds,
             "step_s": seconds,
             "shifts": len(since),
             "shift_s": sum(event.duration_s for event in since),
         }
-        self._mark = {"tokens": tokens, "at_s": now_s, "shifts": len(done)}
+        self._mark = _Mark(now_s, tokens[Role.ROLLOUT], tokens[Role.REWARD], len(done))
         self.steps[step.step] = {**step.model_dump(mode="json"), **extra}
         if step.step not in self._written:
             self._written.add(step.step)
@@ -125,12 +134,16 @@ class MonitorService:
     async def sample_for_ever(self) -> None:
         while True:
             now_s = self._clock.now_s()
-            rollout, reward = (self.aggregator.tokens_per_s(role, now_s) for role in (Role.ROLLOUT, Role.REWARD))
+            rollout, reward = (
+                self.aggregator.tokens_per_s(role, now_s) for role in (Role.ROLLOUT, Role.REWARD)
+            )
             self.timeline.sample(now_s, rollout, reward, 0.0)
             await asyncio.sleep(0.5)
 
     def write_report(self) -> None:
-        write_timeline(self.timeline, self._folder.path, self._clock.now_s(), f"PivotRL run {self._subjects.run}")
+        write_timeline(
+            self.timeline, self._folder.path, self._clock.now_s(), f"PivotRL run {self._subjects.run}"
+        )
 
     def describe(self) -> dict[str, Any]:
         now_s = self._clock.now_s()
@@ -138,7 +151,9 @@ class MonitorService:
             "workload": self.aggregator.state(now_s).model_dump(mode="json"),
             "missing": self.aggregator.missing(),
             "waits": self.waits(),
-            "tokens_per_s": {r.value: self.aggregator.tokens_per_s(r, now_s) for r in (Role.ROLLOUT, Role.REWARD)},
+            "tokens_per_s": {
+                r.value: self.aggregator.tokens_per_s(r, now_s) for r in (Role.ROLLOUT, Role.REWARD)
+            },
             "device_seconds": self.timeline.device_seconds(now_s),
             "shifts": count_shifts(self.timeline.shifts),
             "shift_seconds": self.timeline.shift_seconds(),
@@ -157,7 +172,9 @@ class MonitorService:
             elif role.blocked_on and not any(r.lengths for r in role.replicas):
                 waits.append(f"{role.role.value} waits for {role.blocked_on}")
         if state.training_activity == "active":
-            waits.append(f"the next policy version waits for training ({state.training_phase or 'a step is running'})")
+            waits.append(
+                f"the next policy version waits for training ({state.training_phase or 'a step is running'})"
+            )
         elif state.batch_ready:
             waits.append("training waits for its devices")
         elif not state.finished:

@@ -44,10 +44,14 @@ async def main(ctx: ServiceContext) -> None:
     )
     ctx.metrics.add_source(lambda: service.policy.gauges())
     state = {"ready": False}
-    async with ctx.serve_http([planner_router(service)], ready=lambda: None if state["ready"] else "the replicas"):
+    async with ctx.serve_http(
+        [planner_router(service)], ready=lambda: None if state["ready"] else "the replicas"
+    ):
         ctx.ready()
         started = asyncio.create_task(_start(ctx, service, first, initial, planner_config))
-        started.add_done_callback(lambda task: state.update(ready=not task.cancelled() and task.exception() is None))
+        started.add_done_callback(
+            lambda task: state.update(ready=not task.cancelled() and task.exception() is None)
+        )
         ctx.spawn(_joined(started), "start")
         await ctx.stopped()
 

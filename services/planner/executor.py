@@ -63,7 +63,9 @@ class ShiftExecutor:
             holds = outcome.allocation.training_holds
         return Allocation(frozenset(active), holds)
 
-    async def execute(self, plan: ShiftPlan, allocation: Allocation, *, expected_gain: float = 0.0) -> Outcome:
+    async def execute(
+        self, plan: ShiftPlan, allocation: Allocation, *, expected_gain: float = 0.0
+    ) -> Outcome:
         """Runs `plan` from `allocation`. Never raises for a peer's failure: the outcome tells."""
         started_s = self._clock.now_s()
         await self._tell(plan, "started", started_s, expected_gain=expected_gain)
@@ -75,7 +77,9 @@ class ShiftExecutor:
             outcome.reason = error.message
             log.error("shift %s failed: %s", plan.id, error.message)
         phase: ShiftPhase = "failed" if outcome.reason else "completed"
-        await self._tell(plan, phase, started_s, detail=outcome.reason, outcome=outcome, expected_gain=expected_gain)
+        await self._tell(
+            plan, phase, started_s, detail=outcome.reason, outcome=outcome, expected_gain=expected_gain
+        )
         return outcome
 
     # Down
@@ -88,7 +92,8 @@ class ShiftExecutor:
                 await self._leases.move(devices, expected=owner, to=plan.id)
                 taken.append((owner, devices))
             steps = [
-                self._command(plan, role, "down", replicas) for role, replicas in self._by_role(plan.down_replicas)
+                self._command(plan, role, "down", replicas)
+                for role, replicas in self._by_role(plan.down_replicas)
             ]
             if plan.training_down:
                 steps.append(self._command(plan, Role.TRAINING, "down", ()))
@@ -111,7 +116,9 @@ class ShiftExecutor:
     ) -> None:
         """Brings donors up again; those that cannot are left out of the allocation, their devices free."""
         for owner, devices in taken:
-            role = Role.TRAINING if owner == Role.TRAINING.value else self._cluster.slot(ReplicaId(owner)).role
+            role = (
+                Role.TRAINING if owner == Role.TRAINING.value else self._cluster.slot(ReplicaId(owner)).role
+            )
             replicas = () if role is Role.TRAINING else (ReplicaId(owner),)
             try:
                 await self._command(plan, role, "up", replicas)
@@ -152,7 +159,9 @@ class ShiftExecutor:
             outcome.read_bytes += done.read_bytes
             failed += done.failed_replicas
             up = [replica for replica in replicas if replica not in done.failed_replicas]
-            outcome.allocation = Allocation(outcome.allocation.active | set(up), outcome.allocation.training_holds)
+            outcome.allocation = Allocation(
+                outcome.allocation.active | set(up), outcome.allocation.training_holds
+            )
         for name in failed:
             await self._leases.move(self._cluster.slot(ReplicaId(name)).devices, expected=name, to=FREE)
         if failed:
@@ -186,7 +195,9 @@ class ShiftExecutor:
             peer=role.value,
             phase=f"shift {direction}",
         )
-        await self._tell(plan, "step_done", self._clock.now_s() - done.duration_s, detail=f"{role.value} {direction}")
+        await self._tell(
+            plan, "step_done", self._clock.now_s() - done.duration_s, detail=f"{role.value} {direction}"
+        )
         return role, done
 
     async def _tell(
@@ -222,5 +233,7 @@ class ShiftExecutor:
 
 def _up_plan(plan_id: str, role: Role, replicas: tuple[ReplicaId, ...], cluster: ClusterSpec) -> ShiftPlan:
     is_training = role is Role.TRAINING
-    devices = cluster.training_devices if is_training else {d for r in replicas for d in cluster.slot(r).devices}
+    devices = (
+        cluster.training_devices if is_training else {d for r in replicas for d in cluster.slot(r).devices}
+    )
     return ShiftPlan(plan_id, role, replicas, (), False, is_training, tuple(sorted(devices)), 0.0)

@@ -53,7 +53,8 @@ class DeviceLeases:
         owner, epoch, revision = (found[0].owner, found[0].epoch, found[1]) if found else (FREE, 0, 0)
         if owner != expected:
             raise Conflict(
-                f"device {device} is leased to {owner or 'nobody'}, not to {expected or 'nobody'}", device=device
+                f"device {device} is leased to {owner or 'nobody'}, not to {expected or 'nobody'}",
+                device=device,
             )
         lease = DeviceLease(device=device, owner=to, epoch=epoch + 1)
         await self._bus.kv_swap(self._bucket, f"{device}", lease, revision)

@@ -90,7 +90,8 @@ class PlannerService:
         record = next(effect.record for effect in effects if isinstance(effect, PlanRecorded))
         if record.plan is None:
             raise InvalidRequest("replicas", record.reason, "See GET /v1/allocation")
-        return plain(record)
+        described: dict[str, Any] = plain(record)
+        return described
 
     async def pause(self, paused: bool) -> None:
         await self._step(Paused() if paused else Resumed())
@@ -127,7 +128,10 @@ class PlannerService:
     def plan(self, plan_id: str) -> dict[str, Any]:
         for entry in reversed(self.plans):
             if entry["plan_id"] == plan_id:
-                return {**entry, "events": [e.model_dump(mode="json") for e in self.shifts if e.shift_id == plan_id]}
+                return {
+                    **entry,
+                    "events": [e.model_dump(mode="json") for e in self.shifts if e.shift_id == plan_id],
+                }
         raise NotFound(f"no plan {plan_id}", plan=plan_id)
 
     # Carrying out
@@ -143,7 +147,9 @@ class PlannerService:
                     await self._publish(record)
                 case ExecuteShift(plan):
                     gain = _expected_gain(record)
-                    self._shift = asyncio.create_task(self._execute(plan.id, effect, gain), name=f"shift {plan.id}")
+                    self._shift = asyncio.create_task(
+                        self._execute(plan.id, effect, gain), name=f"shift {plan.id}"
+                    )
         return effects
 
     async def _execute(self, plan_id: str, effect: ExecuteShift, gain: float) -> None:
@@ -198,7 +204,7 @@ class PlannerService:
 
     async def start(self, actual: Allocation, initial: Allocation) -> Allocation:
         """Takes over what is awake already (a restarted planner), or brings the initial allocation up."""
-        owners = {device: FREE for device in self.cluster.devices}
+        owners = dict.fromkeys(self.cluster.devices, FREE)
         for replica in actual.active:
             owners |= dict.fromkeys(self.cluster.slot(replica).devices, str(replica))
         if actual.training_holds:
@@ -226,7 +232,11 @@ def workload_state(message: WorkloadPublished) -> WorkloadState:
 def _role_load(role: RoleWorkload) -> RoleLoad:
     replicas = tuple(
         ReplicaLoad(
-            ReplicaId(r.replica_id), len(r.lengths), sum(r.lengths), r.kv_capacity_tokens, tuple(sorted(r.lengths))
+            ReplicaId(r.replica_id),
+            len(r.lengths),
+            sum(r.lengths),
+            r.kv_capacity_tokens,
+            tuple(sorted(r.lengths)),
         )
         for r in role.replicas
     )
@@ -236,7 +246,11 @@ def _role_load(role: RoleWorkload) -> RoleLoad:
 def plain(value: Any) -> Any:
     """A frozen value as JSON-ready plain data."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if not f.name.startswith("_")}
+        return {
+            f.name: plain(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if not f.name.startswith("_")
+        }
     if isinstance(value, dict):
         return {":".join(map(str, k)) if isinstance(k, tuple) else str(k): plain(v) for k, v in value.items()}
     if isinstance(value, tuple | list):

@@ -63,7 +63,9 @@ def load_template(name: str) -> str:
         return name
     path = Path(name)
     if not path.is_file():
-        raise ConfigError("reward.template", name, "is no built-in template and no file", "Use pointwise, or a text file")
+        raise ConfigError(
+            "reward.template", name, "is no built-in template and no file", "Use pointwise, or a text file"
+        )
     text = path.read_text()
     for part in ("{question}", "{response}"):
         if part not in text:

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 MAX_SCORE = 10.0
 
-_VERDICT = re.compile(r"^\s*\**Score\**\s*:\s*\**\s*(\d{1,2}(?:\.\d+)?)\s*(?:/\s*10)?\s*\**\.?\s*$", re.IGNORECASE | re.MULTILINE)
+_VERDICT = re.compile(
+    r"^\s*\**Score\**\s*:\s*\**\s*(\d{1,2}(?:\.\d+)?)\s*(?:/\s*10)?\s*\**\.?\s*$",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 POINTWISE = """You grade answers. Read the question and the answer, say in one short sentence whether the answer is \
 right, and end with a line of the form
@@ -40,7 +43,11 @@ def genrm_messages(template: str, question: str, response: str, answer: str = ""
     """The conversation for one sample. With the built-in `pointwise` template two worked examples come first, which
     teaches small models the form; another template is a text with `{question}`, `{response}`, `{answer}`."""
     if template != "pointwise":
-        text = template.replace("{question}", question).replace("{response}", response).replace("{answer}", answer)
+        text = (
+            template.replace("{question}", question)
+            .replace("{response}", response)
+            .replace("{answer}", answer)
+        )
         return [{"role": "user", "content": text}]
     return [
         {"role": "user", "content": EXAMPLE_USER},

@@ -83,7 +83,9 @@ class RewardService:
     async def follow_trajectories(self) -> None:
         already = {
             stored.message.trajectory.sample_id
-            for stored in await self._bus.replay(self._subjects.scored_stream, self._subjects.scored, ScoredSample)
+            for stored in await self._bus.replay(
+                self._subjects.scored_stream, self._subjects.scored, ScoredSample
+            )
         }
         stream, subject = self._subjects.trajectories_stream, self._subjects.trajectory
         async for stored in self._bus.follow(stream, subject, Trajectory):
@@ -103,7 +105,8 @@ class RewardService:
             return
         try:
             case.verifiable = await asyncio.wait_for(
-                asyncio.to_thread(verify, trajectory.task, trajectory.response_text), self._config.reward.deadline_s
+                asyncio.to_thread(verify, trajectory.task, trajectory.response_text),
+                self._config.reward.deadline_s,
             )
         except (PivotError, ValueError, TypeError, KeyError, TimeoutError) as error:
             await self._close(case, None, f"verifier: {type(error).__name__}: {error}")
@@ -175,7 +178,9 @@ class RewardService:
             for case in [c for c in self._cases.values() if now_s > c.deadline_s]:
                 sequence_id = f"{case.trajectory.sample_id}/{case.attempt}"
                 if not self._has_started(sequence_id):
-                    case.deadline_s = now_s + self._config.reward.deadline_s  # the devices were elsewhere: not its fault
+                    case.deadline_s = (
+                        now_s + self._config.reward.deadline_s
+                    )  # the devices were elsewhere: not its fault
                     continue
                 self.shell.cancel(sequence_id)
                 await self._close(case, None, f"no verdict within {self._config.reward.deadline_s:g} s")
@@ -212,7 +217,9 @@ class RewardService:
         """One GenRM call outside the training stream (`POST /v1/score`)."""
         assert self.shell is not None
         sequence_id = f"score-{self._clock.unix_s():.6f}"
-        record = self._record(sequence_id, list(genrm_messages(self._template, question, response, answer)), 0)
+        record = self._record(
+            sequence_id, list(genrm_messages(self._template, question, response, answer)), 0
+        )
         waiter: asyncio.Future[SequenceRecord | None] = asyncio.get_running_loop().create_future()
         self._direct[sequence_id] = waiter
         self.shell.submit(record)
@@ -224,7 +231,11 @@ class RewardService:
             finished = None
         text = self._tokenizer.decode(finished.token_ids) if finished else ""
         verdict = parse_verdict(text)
-        return {"score": verdict.score if verdict else None, "reasoning": text, "tokens": finished.num_tokens if finished else 0}
+        return {
+            "score": verdict.score if verdict else None,
+            "reasoning": text,
+            "tokens": finished.num_tokens if finished else 0,
+        }
 
     def _keep_transcript(self, record: SequenceRecord, text: str, verdict: Verdict | None) -> None:
         case: _Case = record.context

@@ -63,7 +63,9 @@ def _verify_math(answer: str, response: str) -> float:
     gold = parse(f"${answer}$", parsing_timeout=None)
     given = final_answer(response)
     candidates = [response] if given is None else [f"${given}$", response]
-    return float(any(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None) for text in candidates))
+    return float(
+        any(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None) for text in candidates)
+    )
 
 
 def _bare(text: str) -> str:

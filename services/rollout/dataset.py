@@ -42,7 +42,9 @@ def open_source(data: DataSection, seed: int) -> PromptSource:
         return RowSource(_hugging_face_rows(rest), data.source, seed)
     path = Path(data.source)
     if not path.exists():
-        raise ConfigError("data.source", data.source, "no such file", "Name a .jsonl or .parquet file that exists")
+        raise ConfigError(
+            "data.source", data.source, "no such file", "Name a .jsonl or .parquet file that exists"
+        )
     if path.suffix == ".jsonl":
         return RowSource(_jsonl_rows(path), data.source, seed)
     if path.suffix == ".parquet":
@@ -64,19 +66,28 @@ class ReasoningGymSource:
 
         if task not in DATASETS:
             raise ConfigError(
-                "data.source", f"reasoning_gym:{task}", "unknown task", f"Known: {', '.join(sorted(DATASETS)[:12])}, …"
+                "data.source",
+                f"reasoning_gym:{task}",
+                "unknown task",
+                f"Known: {', '.join(sorted(DATASETS)[:12])}, …",
             )
         try:
             self._dataset = reasoning_gym.create_dataset(task, seed=seed, size=1 << 30, **options)
             self._dataset[0]
         except (TypeError, AssertionError, ValueError) as error:
-            raise ConfigError("data.options", dict(options), f"{task} refuses them ({error})", "See its config") from error
+            raise ConfigError(
+                "data.options", dict(options), f"{task} refuses them ({error})", "See its config"
+            ) from error
         self._task = task
 
     def prompt(self, index: int) -> Prompt:
         entry = self._dataset[index]
         question = str(entry["question"])
-        task = {"kind": "reasoning_gym", "name": self._task, "entry": json.loads(json.dumps(entry, default=str))}
+        task = {
+            "kind": "reasoning_gym",
+            "name": self._task,
+            "entry": json.loads(json.dumps(entry, default=str)),
+        }
         return Prompt(({"role": "user", "content": f"{question}\n{ANSWER_INSTRUCTION}"},), question, task)
 
 
@@ -104,14 +115,24 @@ def _row_prompt(row: Mapping[str, Any], where: str) -> Prompt:
     prompt = row.get("prompt")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if prompt is None or not len(prompt) or not all(isinstance(m, Mapping) and "content" in m for m in prompt):
+    if (
+        prompt is None
+        or not len(prompt)
+        or not all(isinstance(m, Mapping) and "content" in m for m in prompt)
+    ):
         raise ConfigError(
-            f"{where}: prompt", None, "is no chat message list and no text", 'Give [{"role": "user", "content": "…"}]'
+            f"{where}: prompt",
+            None,
+            "is no chat message list and no text",
+            'Give [{"role": "user", "content": "…"}]',
         )
     answer = (row.get("reward_model") or {}).get("ground_truth", row.get("answer"))
     if answer is None:
         raise ConfigError(
-            f"{where}: answer", None, "there is no ground truth", "Add `answer` or `reward_model.ground_truth`"
+            f"{where}: answer",
+            None,
+            "there is no ground truth",
+            "Add `answer` or `reward_model.ground_truth`",
         )
     messages = tuple({"role": str(m.get("role", "user")), "content": str(m["content"])} for m in prompt)
     return Prompt(messages, messages[-1]["content"], {"kind": "math", "answer": str(answer)})
@@ -125,7 +146,9 @@ def _jsonl_rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{path}:{number}", line[:60], f"is not JSON ({error})", "Mend or drop the line") from error
+            raise ConfigError(
+                f"{path}:{number}", line[:60], f"is not JSON ({error})", "Mend or drop the line"
+            ) from error
         if not isinstance(row, dict):
             raise ConfigError(f"{path}:{number}", line[:60], "is not a JSON object", "Mend or drop the line")
         rows.append((f"{path}:{number}", row))
@@ -152,5 +175,7 @@ def _hugging_face_rows(name: str) -> list[tuple[str, Mapping[str, Any]]]:
     try:
         rows = datasets.load_dataset(dataset, split=split or "train")
     except Exception as error:  # the library raises many kinds; all mean that the data cannot be had
-        raise ConfigError("data.source", f"hf:{name}", f"cannot be loaded ({error})", "Check name and network") from error
+        raise ConfigError(
+            "data.source", f"hf:{name}", f"cannot be loaded ({error})", "Check name and network"
+        ) from error
     return [(f"{name} row {i}", row) for i, row in enumerate(rows)]

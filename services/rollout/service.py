@@ -60,7 +60,9 @@ class RolloutService:
         if self.num_issued >= total:
             blocked_on = "every sample of the run is issued"
         elif self._issuable() <= 0:
-            blocked_on = f"policy version {self._version + 1} (staleness bound {self._config.training.staleness})"
+            blocked_on = (
+                f"policy version {self._version + 1} (staleness bound {self._config.training.staleness})"
+            )
         return len(self.shell.records), self.num_issued, self.num_finished, blocked_on
 
     def _issuable(self) -> int:
@@ -96,7 +98,9 @@ class RolloutService:
         limit = self._config.rollout.max_prompt_tokens
         if len(token_ids) > limit:
             self.num_skipped += 1
-            log.warning("prompt %d has %d tokens: cut to rollout.max_prompt_tokens = %d", index, len(token_ids), limit)
+            log.warning(
+                "prompt %d has %d tokens: cut to rollout.max_prompt_tokens = %d", index, len(token_ids), limit
+            )
             token_ids = token_ids[-limit:]
         rng = random.Random(f"{self._config.run.seed}/{index}")
         return [
@@ -131,7 +135,9 @@ class RolloutService:
             response_text=self._tokenizer.decode(record.token_ids),
             task=prompt.task,
         )
-        await self._bus.append(self._subjects.trajectory, trajectory, dedupe_id=f"trajectory/{record.sequence_id}")
+        await self._bus.append(
+            self._subjects.trajectory, trajectory, dedupe_id=f"trajectory/{record.sequence_id}"
+        )
         self.num_finished += 1
 
     async def on_failed(self, record: SequenceRecord, reason: str) -> None:
@@ -151,7 +157,9 @@ class RolloutService:
             response_text="",
             task={**prompt.task, "failed": reason},
         )
-        await self._bus.append(self._subjects.trajectory, trajectory, dedupe_id=f"trajectory/{record.sequence_id}")
+        await self._bus.append(
+            self._subjects.trajectory, trajectory, dedupe_id=f"trajectory/{record.sequence_id}"
+        )
 
     # Versions and restarts
 
@@ -176,7 +184,9 @@ class RolloutService:
             )
         } | {
             stored.message.trajectory.sample_id
-            for stored in await self._bus.replay(self._subjects.scored_stream, self._subjects.scored, ScoredSample)
+            for stored in await self._bus.replay(
+                self._subjects.scored_stream, self._subjects.scored, ScoredSample
+            )
         }
         issued_set = set(issued)
         self._next_index = 0

@@ -15,8 +15,9 @@ queue with the tokens seen so far, and the waiters see that.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from shared.bus.ports import Bus, Subscription
 from shared.contracts.base import Message
@@ -79,6 +80,7 @@ SHIFT_MARGIN_S = 2.0
 
 log = logging.getLogger("pivotrl.role")
 
+M = TypeVar("M", bound=Message)
 OnFinished = Callable[[SequenceRecord], Awaitable[None]]
 OnFailed = Callable[[SequenceRecord, str], Awaitable[None]]
 
@@ -141,9 +143,9 @@ class RoleShell:
             await self._bus.serve(self._subjects.shift(self.role, "up"), self._on_shift_up),
         ]
 
-    def tasks(self) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
+    def tasks(self) -> list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]]:
         """Named endless tasks that the process runs."""
-        workers: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+        workers: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = [
             (f"outbox {replica.id}", lambda replica=replica: self._work(replica))  # type: ignore[misc]
             for replica in self._replicas.values()
         ]
@@ -403,7 +405,10 @@ class RoleShell:
                     and self._clock.now_s() - replica.seen_s < SILENCE_S
                 ):
                     await self._revive(replica)
-            if any(r.is_active and not r.is_shifting and r.version < self._min_version for r in self._replicas.values()):
+            if any(
+                r.is_active and not r.is_shifting and r.version < self._min_version
+                for r in self._replicas.values()
+            ):
                 await self.refresh(self._min_version)  # those that were waking when the version flipped
             self._step(Tick())
 
@@ -554,7 +559,9 @@ class RoleShell:
                     finished_total=finished,
                     blocked_on=blocked_on,
                     replicas=tuple(
-                        ReplicaQueue(replica_id=r.replica, lengths=r.lengths, kv_capacity_tokens=r.kv_capacity_tokens)
+                        ReplicaQueue(
+                            replica_id=r.replica, lengths=r.lengths, kv_capacity_tokens=r.kv_capacity_tokens
+                        )
                         for r in load.replicas
                     ),
                 ),
@@ -573,8 +580,8 @@ class RoleShell:
         return [self._replicas[ReplicaId(name)] for name in names]
 
     async def _ask(
-        self, replica: _Replica, command: str, message: Message, reply: type, deadline_s: float, phase: str
-    ):  # type: ignore[no-untyped-def]
+        self, replica: _Replica, command: str, message: Message, reply: type[M], deadline_s: float, phase: str
+    ) -> M:
         return await self._bus.request(
             self._subjects.replica(replica.id, command),
             message,

@@ -89,7 +89,6 @@ class TrainingSection(_Section):
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.28, gt=0)
     micro_batch_tokens: int = Field(2048, ge=64)
-    checkpoint_every: int = Field(1, ge=1)
 
 
 class PlannerSection(_Section):
@@ -143,7 +142,9 @@ class RunConfig(_Section):
                 f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds cluster.kv_tokens = {c.kv_tokens}"
             )
         if self.network.host not in ("127.0.0.1", "localhost", "::1") and not self.network.token:
-            raise ValueError(f"network.token must be set where network.host = {self.network.host!r} is not loopback")
+            raise ValueError(
+                f"network.token must be set where network.host = {self.network.host!r} is not loopback"
+            )
         if self.policy == "colocated" and self.training.staleness:
             object.__setattr__(self, "training", self.training.model_copy(update={"staleness": 0}))
         return self
@@ -166,7 +167,11 @@ class RunConfig(_Section):
         wanted = self.cluster.split.rollout + self.cluster.split.reward + self.cluster.split.training
         if self.policy == "rollout_reward_colocated":
             wanted = self.cluster.split.rollout + self.cluster.split.training
-        return max(self.cluster.devices, wanted) if fixed and self.cluster.kind == "cpu" else self.cluster.devices
+        return (
+            max(self.cluster.devices, wanted)
+            if fixed and self.cluster.kind == "cpu"
+            else self.cluster.devices
+        )
 
     def tensor_parallel(self, role: Role) -> int:
         return self.cluster.rollout_tp if role is Role.ROLLOUT else self.cluster.reward_tp
@@ -189,14 +194,18 @@ def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfi
     try:
         text = path.read_text()
     except OSError as error:
-        raise ConfigError("config", str(path), f"cannot be read ({error.strerror})", "Name a YAML file") from error
+        raise ConfigError(
+            "config", str(path), f"cannot be read ({error.strerror})", "Name a YAML file"
+        ) from error
     try:
         node = yaml.compose(text)
         values = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(where, None, f"is not YAML ({getattr(error, 'problem', error)})", "Mend that line") from error
+        raise ConfigError(
+            where, None, f"is not YAML ({getattr(error, 'problem', error)})", "Mend that line"
+        ) from error
     if not isinstance(values, dict):
         raise ConfigError(str(path), None, "holds no mapping", "Start from deploy/config/demo.yaml")
     for dotted, value in (overrides or {}).items():
@@ -233,8 +242,12 @@ def _explained(error: ValidationError, path: Path, node: yaml.Node | None) -> Co
         named = re.findall(r"[a-z]+(?:\.[a-z_]+)+", text)
         lines = [at for name in named if (at := _line_of(node, tuple(name.split("."))))]
         where = f"{path}:{lines[0]}" if lines else where
-        return ConfigError(where, None, text, "Change one of the two", file=str(path), line=lines[0] if lines else line)
-    return ConfigError(f"{where}: {field}", value, first["msg"].lower(), "Change the value", file=str(path), line=line)
+        return ConfigError(
+            where, None, text, "Change one of the two", file=str(path), line=lines[0] if lines else line
+        )
+    return ConfigError(
+        f"{where}: {field}", value, first["msg"].lower(), "Change the value", file=str(path), line=line
+    )
 
 
 def _line_of(node: yaml.Node | None, loc: tuple[str, ...]) -> int | None:

@@ -35,7 +35,9 @@ def make_app(
     async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         if request.method not in _SAFE_METHODS:
             if token and not hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {token}"):
-                return _error(401, "unauthorized", "this call needs the run's bearer token (see run.json)", {})
+                return _error(
+                    401, "unauthorized", "this call needs the run's bearer token (see run.json)", {}
+                )
             if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
                 return _error(413, "too_large", f"the body is over {MAX_BODY_BYTES} bytes", {})
         return await call_next(request)
@@ -90,7 +92,9 @@ async def serving(app: FastAPI, host: str, port: int) -> AsyncIterator[int]:
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind((host, port))
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # the process owns its signals
     task = asyncio.create_task(server._serve(sockets=[sock]))

@@ -30,16 +30,22 @@ def check_model(field: str, spec: str, path: Path) -> None:
         ConfigError: `path` is no complete Hugging Face folder.
     """
     if not path.is_dir():
-        raise ConfigError(field, spec, "no such folder", "Name a Hugging Face model folder (config.json, *.safetensors)")
+        raise ConfigError(
+            field, spec, "no such folder", "Name a Hugging Face model folder (config.json, *.safetensors)"
+        )
     for wanted in ("config.json", "tokenizer_config.json"):
         if not (path / wanted).is_file():
             raise ConfigError(field, spec, f"the folder lacks {wanted}", "Download the whole model again")
     if not any(path.glob("*.safetensors")):
-        raise ConfigError(field, spec, "the folder holds no *.safetensors", "Convert the weights to safetensors")
+        raise ConfigError(
+            field, spec, "the folder holds no *.safetensors", "Convert the weights to safetensors"
+        )
     try:
         json.loads((path / "config.json").read_text())
     except ValueError as error:
-        raise ConfigError(field, spec, f"config.json is not JSON ({error})", "Download the model again") from error
+        raise ConfigError(
+            field, spec, f"config.json is not JSON ({error})", "Download the model again"
+        ) from error
 
 
 def parameter_bytes(path: Path) -> int:

@@ -78,7 +78,9 @@ class RunFolder:
         return path
 
     def write(self, config: RunConfig, endpoints: Endpoints) -> None:
-        text = json.dumps({"config": config.model_dump(mode="json"), "endpoints": asdict(endpoints)}, indent=1)
+        text = json.dumps(
+            {"config": config.model_dump(mode="json"), "endpoints": asdict(endpoints)}, indent=1
+        )
         temporary = self.run_json.with_suffix(".tmp")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -93,7 +95,9 @@ class RunFolder:
         try:
             values = json.loads(self.run_json.read_text())
         except FileNotFoundError:
-            raise NotFound(f"no run in {self.path}: start one with `pivotrl up`", folder=str(self.path)) from None
+            raise NotFound(
+                f"no run in {self.path}: start one with `pivotrl up`", folder=str(self.path)
+            ) from None
         return RunConfig.model_validate(values["config"]), Endpoints(**values["endpoints"])
 
 

@@ -77,6 +77,11 @@ class Supervisor:
         self.num_restarts = 0
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Processes that say when they are ready."""
+        return tuple(name for name, member in self._members.items() if member.spec.ready_file is not None)
+
+    @property
     def pids(self) -> dict[str, int]:
         return {
             name: member.process.pid

@@ -20,7 +20,9 @@ class ChatTokenizer:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except (OSError, ValueError) as error:
-            raise ConfigError("models", str(folder), f"has no usable tokenizer ({error})", "Name a complete folder") from error
+            raise ConfigError(
+                "models", str(folder), f"has no usable tokenizer ({error})", "Name a complete folder"
+            ) from error
         if not self._tokenizer.chat_template:
             raise ConfigError("models", str(folder), "has no chat template", "Use an instruct model")
 

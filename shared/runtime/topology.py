@@ -23,7 +23,11 @@ def cluster_of(config: RunConfig) -> ClusterSpec:
         }
     elif config.policy == "rollout_reward_colocated":
         shared = devices[: len(devices) - split.training]
-        spans = {Role.ROLLOUT: shared, Role.REWARD: shared, Role.TRAINING: devices[len(devices) - split.training :]}
+        spans = {
+            Role.ROLLOUT: shared,
+            Role.REWARD: shared,
+            Role.TRAINING: devices[len(devices) - split.training :],
+        }
     elif config.policy in ("static", "rule_based"):
         first, second = split.rollout, split.rollout + split.reward
         lent = devices[second:]

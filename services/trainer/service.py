@@ -1,0 +1,366 @@
+"""The trainer's shell.
+
+    starting ─ranks loaded─► idle ─shift up─► active ─step done─► done ─shift down─► idle
+                                                └────◄─next batch ready──┘
+
+One step, and what a crash at each point means:
+
+    stage, train            nothing has happened: the step is done again from the last checkpoint
+    ranks save, journal     the journal's entry is void, as `resumed` says, unless…
+    latest.json             …the step is done: from here it counts
+    Write to GPS            a start after this point Writes the checkpoint's version if GPS lacks it
+    discard from the stream a start after this point discards again
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from services.trainer.advantages import Masked, Weighted, weigh
+from services.trainer.batches import Batch, BatchAssembler
+from services.trainer.checkpoints import Checkpoint, Checkpoints
+from services.trainer.packing import share_out
+from services.trainer.rank_group import RankGroup, RanksLost
+from shared.bus.ports import Bus
+from shared.contracts.base import Done, Message
+from shared.contracts.planner import ShiftStepDone
+from shared.contracts.rank import (
+    CheckpointSaved,
+    LoadCheckpoint,
+    OffloadStates,
+    RankMoved,
+    RankStatus,
+    RankStepped,
+    RankWrote,
+    ReloadStates,
+    SaveCheckpoint,
+    StageSamples,
+    TrainSample,
+    TrainStep,
+    WritePolicy,
+)
+from shared.contracts.reward import ScoredSample
+from shared.contracts.subjects import Subjects
+from shared.contracts.trainer import StepCompleted, TrainingActivity, TrainingTelemetry
+from shared.errors import Conflict, DeadlineExceeded
+from shared.ids import Role
+from shared.runtime.clock import Clock
+from shared.runtime.config import RunConfig
+from shared.runtime.journal import Journal
+from shared.scheduling.staleness import sample_staleness
+
+log = logging.getLogger("pivotrl.trainer")
+MOVE_DEADLINE_S = 110.0
+LOAD_DEADLINE_S = 600.0
+STEP_DEADLINE_S = 3600.0
+STAGE_PART_TOKENS = 400_000
+"""Tokens per staging message; a token with its log-probability takes at most 14 bytes on the wire."""
+
+
+class TrainerService:
+    def __init__(
+        self,
+        config: RunConfig,
+        ranks: RankGroup,
+        checkpoints: Checkpoints,
+        journal: Journal,
+        gps_version: Callable[[], "asyncio.Future[int]"],
+        bus: Bus,
+        subjects: Subjects,
+        clock: Clock,
+    ) -> None:
+        self._config, self._ranks, self._checkpoints = config, ranks, checkpoints
+        self._journal, self._gps_version = journal, gps_version
+        self._bus, self._subjects, self._clock = bus, subjects, clock
+        self.activity: TrainingActivity = "starting"
+        self.holds_devices = False
+        self.paused = False
+        self.phase = "waiting for ranks"
+        self.step = 0
+        self.tokens_total = 0
+        self.assembler = BatchAssembler(config.training.prompts_per_step, config.rollout.samples_per_prompt)
+        self._work = asyncio.Event()
+        self._news = asyncio.Event()
+        self._moving = asyncio.Lock()
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self._config.training.steps
+
+    def telemetry(self) -> TrainingTelemetry:
+        return TrainingTelemetry(
+            activity=self.activity,
+            batch_ready=self.assembler.is_ready() and not self.finished and not self.paused,
+            holds_devices=self.holds_devices,
+            step=self.step,
+            policy_version=self.step,
+            collected=self.assembler.collected(),
+            needed=self.assembler.needed,
+            tokens_total=self.tokens_total,
+            finished=self.finished,
+            phase=self.phase,
+        )
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "step": self.step,
+            "collected_samples": self.assembler.collected(),
+            "duplicates_ignored": self.assembler.num_duplicates,
+            "holds_devices": self.holds_devices,
+            "tokens_total": self.tokens_total,
+        }
+
+    # Life
+
+    async def start(self) -> None:
+        await self._ranks.start()
+        await self._bus.serve(self._subjects.shift(Role.TRAINING, "up"), self._on_shift_up)
+        await self._bus.serve(self._subjects.shift(Role.TRAINING, "down"), self._on_shift_down)
+
+    async def run_for_ever(self) -> None:
+        """Loads the ranks, trains whenever devices and a batch are there, and starts over when ranks are lost."""
+        while True:
+            try:
+                await self._load()
+                await asyncio.gather(self._train_for_ever(), self._fail_when_lost())
+            except (RanksLost, DeadlineExceeded) as error:
+                log.error("training starts over from its last checkpoint: %s", error.message)
+                self._set("starting", "waiting for ranks")
+
+    async def _fail_when_lost(self) -> None:
+        await self._ranks.lost()
+        raise RanksLost("a rank was lost")
+
+    async def _load(self) -> None:
+        """Brings the ranks to the last checkpoint, GPS to its version, and the states to where the lease says."""
+        self._set("starting", "waiting for ranks")
+        await self._ranks.wait_all()
+        latest = self._checkpoints.latest()
+        self._set("starting", f"loading {latest.tag or 'the initial policy'}")
+        await self._ranks.ask("load", LoadCheckpoint(tag=latest.tag), RankStatus, deadline_s=LOAD_DEADLINE_S)
+        self.step = self.assembler.next_step = latest.step
+        self._journal.append({"event": "resumed", "step": latest.step})
+        if await self._gps_version() < latest.step:
+            self._set("starting", f"writing version {latest.step}")
+            await self._ranks.ask(
+                "write", WritePolicy(version=latest.step), RankWrote, deadline_s=LOAD_DEADLINE_S
+            )
+        if self.holds_devices:
+            self._set("done", "")
+            self._work.set()
+        else:
+            await self._ranks.ask("offload", OffloadStates(), RankMoved, deadline_s=LOAD_DEADLINE_S)
+            self._set("idle", "")
+
+    async def follow_scored(self) -> None:
+        stream = self._subjects.scored_stream
+        async for stored in self._bus.follow(stream, self._subjects.scored, ScoredSample):
+            if not self.assembler.add(stored.seq, stored.message):
+                await self._bus.discard(stream, stored.seq)
+                continue
+            if self.assembler.is_ready():
+                self._work.set()
+            self._news.set()
+
+    async def report_for_ever(self) -> None:
+        while True:
+            self._news.clear()
+            await self._bus.publish(self._subjects.training_state, self.telemetry())
+            try:
+                await asyncio.wait_for(self._news.wait(), 1.0)
+            except TimeoutError:
+                continue
+            await asyncio.sleep(0.05)
+
+    def set_paused(self, paused: bool) -> None:
+        self.paused = paused
+        self._work.set()
+        self._news.set()
+
+    # Shifts
+
+    async def _on_shift_up(self, message: Message) -> Message:
+        async with self._moving:
+            if self.activity == "starting":
+                raise Conflict(f"training is not ready: {self.phase}")
+            started_s = self._clock.now_s()
+            moved: list[RankMoved] = []
+            if not self.holds_devices:
+                self._set(self.activity, "reloading states")
+                moved = await self._ranks.ask("reload", ReloadStates(), RankMoved, deadline_s=MOVE_DEADLINE_S)
+            self.holds_devices = True
+            self._set("active" if self._can_train() else "done", "")
+            self._work.set()
+            return ShiftStepDone(
+                duration_s=self._clock.now_s() - started_s, read_bytes=sum(m.moved_bytes for m in moved)
+            )
+
+    async def _on_shift_down(self, message: Message) -> Message:
+        async with self._moving:
+            if self.activity == "active":
+                raise Conflict("training is active: it gives its devices when the step is over")
+            started_s = self._clock.now_s()
+            moved: list[RankMoved] = []
+            if self.holds_devices and self.activity != "starting":
+                self._set(self.activity, "offloading states")
+                moved = await self._ranks.ask(
+                    "offload", OffloadStates(), RankMoved, deadline_s=MOVE_DEADLINE_S
+                )
+            self.holds_devices = False
+            if self.activity == "done":
+                self._set("idle", "")
+            return ShiftStepDone(
+                duration_s=self._clock.now_s() - started_s, freed_bytes=sum(m.moved_bytes for m in moved)
+            )
+
+    # Steps
+
+    def _can_train(self) -> bool:
+        return self.holds_devices and self.assembler.is_ready() and not self.finished and not self.paused
+
+    async def _train_for_ever(self) -> None:
+        while True:
+            self._work.clear()
+            while self._can_train():
+                async with self._moving:
+                    self._set("active", "")
+                await self._train(self.assembler.take())
+            if self.holds_devices and self.activity == "active":
+                self._set("done", "")
+            await self._work.wait()
+
+    async def _train(self, batch: Batch) -> None:
+        started_s = self._clock.now_s()
+        weighted, masked = weigh(batch)
+        stepped: list[RankStepped] = []
+        if weighted:
+            stepped = await self._step_ranks(batch.step, weighted)
+        trained_s = self._clock.now_s() - started_s
+        step = batch.step + 1
+        tag = Checkpoints.tag(step)
+        self._set("active", "saving the checkpoint")
+        await self._ranks.ask("save", SaveCheckpoint(tag=tag), CheckpointSaved, deadline_s=LOAD_DEADLINE_S)
+        self._journal.append(*_entries(batch, weighted, masked))
+        self._checkpoints.commit(Checkpoint(step, tag))
+        self._set("active", "writing the policy")
+        write_started_s = self._clock.now_s()
+        await self._ranks.ask("write", WritePolicy(version=step), RankWrote, deadline_s=LOAD_DEADLINE_S)
+        write_s = self._clock.now_s() - write_started_s
+        self.assembler.trained(batch)
+        self.step = step
+        row = _row(batch, weighted, masked, stepped, trained_s, write_s)
+        self.tokens_total += row.tokens
+        await self._bus.append(self._subjects.step_completed, row, dedupe_id=f"step/{step}")
+        for seq in batch.seqs:
+            await self._bus.discard(self._subjects.scored_stream, seq)
+        self._news.set()
+
+    async def _step_ranks(self, step: int, weighted: list[Weighted]) -> list[RankStepped]:
+        samples = [_train_sample(w) for w in weighted]
+        shares = share_out(samples, self._ranks.world_size, self._config.training.micro_batch_tokens)
+        self._set("active", f"training {len(samples)} samples")
+        parts = [_parts(step, list(share)) for share in shares.samples]
+        for k in range(max(len(p) for p in parts)):
+            messages = [p[min(k, len(p) - 1)] for p in parts]
+            await self._ranks.ask("stage", messages, Done, deadline_s=MOVE_DEADLINE_S)
+        command = TrainStep(
+            step=step,
+            total_response_tokens=sum(len(s.response_token_ids) for s in samples),
+            num_micro_batches=shares.num_micro_batches,
+        )
+        return await self._ranks.ask("train", command, RankStepped, deadline_s=STEP_DEADLINE_S)
+
+    async def save_checkpoint(self) -> Checkpoint:
+        """Every step saves one; this answers with the newest."""
+        return self._checkpoints.latest()
+
+    def _set(self, activity: TrainingActivity, phase: str) -> None:
+        self.activity, self.phase = activity, phase
+        self._news.set()
+
+
+def _train_sample(weighted: Weighted) -> TrainSample:
+    trajectory = weighted.sample.trajectory
+    return TrainSample(
+        sample_id=trajectory.sample_id,
+        prompt_token_ids=trajectory.prompt_token_ids,
+        response_token_ids=trajectory.response_token_ids,
+        logprobs=trajectory.logprobs,
+        versions=trajectory.versions,
+        advantage=weighted.advantage,
+    )
+
+
+def _parts(step: int, samples: list[TrainSample]) -> list[StageSamples]:
+    """A rank's share in messages that fit the bus; an empty share is one empty message."""
+    parts: list[list[TrainSample]] = [[]]
+    tokens = 0
+    for sample in samples:
+        size = len(sample.prompt_token_ids) + len(sample.response_token_ids)
+        if parts[-1] and tokens + size > STAGE_PART_TOKENS:
+            parts.append([])
+            tokens = 0
+        parts[-1].append(sample)
+        tokens += size
+    return [
+        StageSamples(step=step, part=i, num_parts=len(parts), samples=tuple(part))
+        for i, part in enumerate(parts)
+    ]
+
+
+def _entries(batch: Batch, weighted: list[Weighted], masked: list[Masked]) -> list[dict[str, object]]:
+    """The journal's account of a step: every sample of the batch, once."""
+    trained: list[dict[str, object]] = [
+        {"event": "trained", "step": batch.step + 1, "sample": w.sample.trajectory.sample_id}
+        for w in weighted
+    ]
+    return trained + [
+        {
+            "event": "masked",
+            "step": batch.step + 1,
+            "sample": m.sample.trajectory.sample_id,
+            "reason": m.reason,
+        }
+        for m in masked
+    ]
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _row(
+    batch: Batch,
+    weighted: list[Weighted],
+    masked: list[Masked],
+    stepped: list[RankStepped],
+    train_s: float,
+    write_s: float,
+) -> StepCompleted:
+    samples = batch.samples
+    staleness = [sample_staleness(batch.step, s.trajectory.oldest_version) for s in samples]
+    response_tokens = sum(r.response_tokens for r in stepped)
+    return StepCompleted(
+        step=batch.step + 1,
+        policy_version=batch.step + 1,
+        num_samples=len(samples),
+        num_trained=len(weighted),
+        num_unscored=sum(s.reward is None for s in samples),
+        reward_mean=_mean([s.reward for s in samples if s.reward is not None]),
+        verifiable_reward_mean=_mean(
+            [s.verifiable_reward for s in samples if s.verifiable_reward is not None]
+        ),
+        genrm_reward_mean=_mean([s.genrm_reward for s in samples if s.genrm_reward is not None]),
+        staleness_max=max(staleness),
+        staleness_mean=sum(staleness) / len(staleness),
+        response_tokens_mean=sum(len(s.trajectory.response_token_ids) for s in samples) / len(samples),
+        loss=sum(r.loss for r in stepped),
+        grad_norm=max((r.grad_norm for r in stepped), default=0.0),
+        logprob_gap_mean=sum(r.logprob_gap_sum for r in stepped) / max(1, response_tokens),
+        logprob_gap_max=max((r.logprob_gap_max for r in stepped), default=0.0),
+        importance_ratio_max=max((r.importance_ratio_max for r in stepped), default=0.0),
+        clip_fraction=sum(r.clipped_tokens for r in stepped) / max(1, response_tokens),
+        train_s=train_s,
+        write_s=write_s,
+        tokens=sum(r.tokens for r in stepped),
+    )

@@ -1,0 +1,4 @@
+from shared.inference.process import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""A version of a model out of the host pool as a Hugging Face folder."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+from shared.contracts.gps import PoolView
+from shared.weights.dtypes import SAFETENSORS_DTYPES
+from shared.weights.host_pool import map_view
+
+_STORED_AS = {ours: theirs for theirs, ours in SAFETENSORS_DTYPES.items()}
+_SKIPPED = (".safetensors", ".index.json", ".bin", ".gguf", ".pt")
+
+
+async def export_model(view: PoolView, source: Path, out: Path) -> int:
+    """Writes the tensors of `view` beside config and tokenizer of `source`; returns bytes written."""
+    return await asyncio.to_thread(_export, view, source, out)
+
+
+def _export(view: PoolView, source: Path, out: Path) -> int:
+    temporary = out.with_name(out.name + ".part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(_SKIPPED):
+            shutil.copy2(file, temporary / file.name)
+    nbytes = write_safetensors(view, temporary / "model.safetensors")
+    shutil.rmtree(out, ignore_errors=True)
+    temporary.rename(out)
+    return nbytes
+
+
+def write_safetensors(view: PoolView, path: Path) -> int:
+    """The format: 8 bytes little-endian header length, a JSON header, the tensors' bytes."""
+    pool = map_view(view)
+    try:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for tensor in view.tensors:
+            nbytes = pool.raw(tensor.name).nbytes
+            header[tensor.name] = {
+                "dtype": _STORED_AS[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [at, at + nbytes],
+            }
+            at += nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with open(path, "wb") as file:
+            file.write(len(text).to_bytes(8, "little"))
+            file.write(text)
+            for tensor in view.tensors:
+                file.write(memoryview(pool.raw(tensor.name)))
+        return at
+    finally:
+        pool.close()
