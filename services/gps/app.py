@@ -1,12 +1,11 @@
 """Composition root of GPS."""
 
-import asyncio
 import secrets
 
 from services.gps.api import gps_router
 from services.gps.manifest import Manifest
 from services.gps.plans import Plans
-from services.gps.service import GENRM, POLICY, GpsService
+from services.gps.service import GENRM, POLICY, GpsService, Seed
 from services.gps.settings import GpsSettings
 from services.gps.store import Store
 from shared.bus.process import ServiceContext
@@ -22,7 +21,7 @@ async def main(ctx: ServiceContext) -> None:
     manifest = Manifest(ctx.folder.path / f"gps-n{ctx.node}.json")
     for path in remove_leftovers(run=config.run.name, node=ctx.node, keep=manifest.paths()):
         ctx.log.info("removed %s, a leftover of a dead process", path)
-    settings = GpsSettings.of_node()
+    settings = GpsSettings.of_node(kept=manifest.paths())
     pool = HostPool(
         run=config.run.name, node=ctx.node, budget_bytes=settings.budget_bytes, folder=settings.folder
     )
@@ -42,12 +41,11 @@ async def main(ctx: ServiceContext) -> None:
     await ctx.bus.ensure_bucket(ctx.subjects.policy_bucket)
     ctx.spawn(service.publish_for_ever(), "publish")
     async with ctx.serve_http([gps_router(service)], ready=service.waits_for):
-        for name, model, is_frozen in (
-            (POLICY, config.models.policy, False),
-            (GENRM, config.models.genrm, True),
-        ):
-            folder = await asyncio.to_thread(model_folder, model, ctx.folder)
-            await service.seed(name, folder, DTYPE, is_frozen=is_frozen)
-        service.finish_start()
+        await service.seed_all(
+            [
+                Seed(POLICY, model_folder(config.models.policy, ctx.folder), DTYPE, is_frozen=False),
+                Seed(GENRM, model_folder(config.models.genrm, ctx.folder), DTYPE, is_frozen=True),
+            ]
+        )
         ctx.ready()
         await ctx.stopped()

@@ -10,7 +10,8 @@ is published again until it does.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.gps.boxes import count_bytes, parts_of
@@ -21,7 +22,6 @@ from services.gps.versions import Seal, version_checksum
 from shared.contracts.gps import (
     ModelStatus,
     PolicyVersion,
-    PoolTensor,
     ReadGrant,
     ReadRequest,
     WriteCommit,
@@ -30,12 +30,23 @@ from shared.contracts.gps import (
     WriteStatus,
 )
 from shared.errors import PivotError
-from shared.weights.seed import load_seed, plan_seed
+from shared.weights.host_pool import PoolRegion
+from shared.weights.seed import SeedPlan, load_seed, plan_seed
 
 POLICY, GENRM = "policy", "genrm"
 Publish = Callable[[PolicyVersion], Awaitable[None]]
 _PUBLISH_RETRY_S = 1.0
 _log = logging.getLogger("pivotrl.gps")
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """A model to begin with: from `folder`, kept in `dtype`. Nobody writes a frozen one."""
+
+    model: str
+    folder: Path
+    dtype: str
+    is_frozen: bool
 
 
 class GpsService:
@@ -59,48 +70,58 @@ class GpsService:
 
     # start
 
-    async def seed(self, model: str, folder: Path, dtype: str, *, is_frozen: bool) -> None:
-        """Fill the pool with `model` from a Hugging Face folder, or find it as an earlier life left it.
+    async def seed_all(self, seeds: Sequence[Seed]) -> None:
+        """Fill the pool with models from Hugging Face folders, or find them as an earlier life left them.
 
-        Raises ConfigError: the folder is no checkpoint, or its buffers do not fit (before anything is read).
+        All buffers are reserved before the first byte is read, so that what cannot fit fails at once.
+        Raises ConfigError: a folder is no checkpoint, or buffers do not fit.
         """
-        self._waits_for = f"{model} to be seeded from {folder}"
-        plan = await asyncio.to_thread(plan_seed, folder, dtype)
-        if await self._adopt(model, plan.tensors, plan.nbytes, is_frozen=is_frozen):
-            return
-        region = await asyncio.to_thread(
-            lambda: self.store.add_model(model, plan.tensors, plan.nbytes, is_frozen=is_frozen)
-        )
-        await asyncio.to_thread(load_seed, plan, region.memory)
-        checksum = await asyncio.to_thread(version_checksum, plan.tensors, region.memory)
-        self.store.publish_seed(model, 0, checksum)
-        await self._became_readable(model, source=str(folder))
+        to_load: list[tuple[Seed, SeedPlan, PoolRegion]] = []
+        for seed in seeds:
+            self._waits_for = f"room for {seed.model}"
+            plan = await asyncio.to_thread(plan_seed, seed.folder, seed.dtype)
+            if not await self._adopt(seed, plan):
+                region = await asyncio.to_thread(self._reserve, seed, plan)
+                to_load.append((seed, plan, region))
+        for seed, plan, region in to_load:
+            self._waits_for = f"{seed.model} to be read from {seed.folder}"
+            await asyncio.to_thread(load_seed, plan, region.memory)
+            checksum = await asyncio.to_thread(version_checksum, plan.tensors, region.memory)
+            self.store.publish_seed(seed.model, 0, checksum)
+            await self._became_readable(seed.model, source=str(seed.folder))
+        self._waits_for = None
 
-    async def _adopt(
-        self, model: str, tensors: tuple[PoolTensor, ...], nbytes: int, *, is_frozen: bool
-    ) -> bool:
-        entry = self._manifest.entry(model) if self._manifest else None
-        if entry is None or entry.nbytes != nbytes or entry.tensors != tensors:
+    def _reserve(self, seed: Seed, plan: SeedPlan) -> PoolRegion:
+        return self.store.add_model(seed.model, plan.tensors, plan.nbytes, is_frozen=seed.is_frozen)
+
+    async def _adopt(self, seed: Seed, plan: SeedPlan) -> bool:
+        """Whether the manifest's region of the model is there, of the same tensors, and undamaged."""
+        entry = self._manifest.entry(seed.model) if self._manifest else None
+        if entry is None or entry.nbytes != plan.nbytes or entry.tensors != plan.tensors:
             return False
-        region = self.store.pool.adopt(Path(entry.path), nbytes)
+        pool = self.store.pool
+        region = pool.adopt(Path(entry.path), entry.nbytes)
         if region is None:
             return False
         found = await asyncio.to_thread(version_checksum, entry.tensors, region.memory)
         if found != entry.checksum:
-            _log.warning("%s version %d in %s is damaged: seeding again", model, entry.version, entry.path)
-            self.store.pool.remove(region)
+            _log.warning(
+                "%s version %d in %s is damaged: seeding again", seed.model, entry.version, entry.path
+            )
+            pool.remove(region)
             return False
         self.store.add_model(
-            model, entry.tensors, nbytes, is_frozen=is_frozen, adopted=region, num_regions=entry.num_regions
+            seed.model,
+            entry.tensors,
+            entry.nbytes,
+            is_frozen=seed.is_frozen,
+            adopted=region,
+            num_regions=entry.num_regions,
         )
-        self.store.publish_seed(model, entry.version, found)
-        _log.info("%s version %d found in the pool", model, entry.version)
-        await self._became_readable(model, source="pool")
+        self.store.publish_seed(seed.model, entry.version, found)
+        _log.info("%s version %d found in the pool", seed.model, entry.version)
+        await self._became_readable(seed.model, source="pool")
         return True
-
-    def finish_start(self) -> None:
-        """Every model is there."""
-        self._waits_for = None
 
     def waits_for(self) -> str | None:
         """What readiness waits for; None once it is ready."""

@@ -1,6 +1,7 @@
 """What GPS needs to know that is not in the run's file."""
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -34,13 +35,14 @@ class GpsSettings:
             raise ConfigError("gps.max_lease_s", self.max_lease_s, "must be positive", "Use 600")
 
     @classmethod
-    def of_node(cls, folder: Path = SHM_FOLDER) -> Self:
-        """All free shared memory of this node but a reserve; `PIVOTRL_GPS_BYTES` sets another budget."""
+    def of_node(cls, folder: Path = SHM_FOLDER, kept: Collection[Path] = ()) -> Self:
+        """All free shared memory of this node but a reserve, counting regions `kept` from an earlier life as
+        free; `PIVOTRL_GPS_BYTES` sets another budget."""
         if chosen := os.environ.get("PIVOTRL_GPS_BYTES"):
             if not chosen.isdecimal():
-                raise ConfigError(
-                    "PIVOTRL_GPS_BYTES", chosen, "is not a number of bytes", "For example 17179869184"
-                )
+                remedy = "For example 17179869184"
+                raise ConfigError("PIVOTRL_GPS_BYTES", chosen, "is not a number of bytes", remedy)
             return cls(budget_bytes=int(chosen), folder=folder)
         status = os.statvfs(folder)
-        return cls(budget_bytes=status.f_bavail * status.f_frsize - RESERVED_SHM_BYTES, folder=folder)
+        own = sum(path.stat().st_size for path in kept if path.exists())
+        return cls(budget_bytes=status.f_bavail * status.f_frsize + own - RESERVED_SHM_BYTES, folder=folder)

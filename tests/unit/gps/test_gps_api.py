@@ -16,7 +16,7 @@ import pytest
 from services.gps.api import gps_router
 from services.gps.manifest import Manifest
 from services.gps.plans import Plans
-from services.gps.service import GENRM, POLICY, GpsService
+from services.gps.service import GENRM, POLICY, GpsService, Seed
 from services.gps.store import Store
 from shared.contracts.gps import PolicyVersion, ReadRequest, TensorBox, WriteCommit, WriteRequest, WriteStatus
 from shared.errors import BusError, Conflict, InvalidRequest, NotFound, PivotError, TransportError
@@ -71,9 +71,13 @@ class House:
 
     async def seed(self) -> None:
         write_checkpoint(self.tmp_path / "model")
-        await self.service.seed(POLICY, self.tmp_path / "model", "bfloat16", is_frozen=False)
-        await self.service.seed(GENRM, self.tmp_path / "model", "bfloat16", is_frozen=True)
-        self.service.finish_start()
+        folder = self.tmp_path / "model"
+        await self.service.seed_all(
+            [
+                Seed(POLICY, folder, "bfloat16", is_frozen=False),
+                Seed(GENRM, folder, "bfloat16", is_frozen=True),
+            ]
+        )
 
     async def write(
         self, version: int, value: int, world: int = 2, wait_s: float = 1.0, attempt: str = ""
