@@ -35,6 +35,8 @@ KV_BYTES = 64 << 20
 FIRST, SECOND = TinySpec(seed=1), TinySpec(seed=2)
 TIED = TinySpec(family="qwen2", tie_word_embeddings=True, dtype="bfloat16", seed=3)
 TIED_OTHER = TinySpec(family="qwen2", tie_word_embeddings=True, dtype="bfloat16", seed=4)
+EXPERTS = TinySpec(family="qwen3_moe", num_layers=2, dtype="bfloat16", seed=5)
+EXPERTS_OTHER = TinySpec(family="qwen3_moe", num_layers=2, dtype="bfloat16", seed=6)
 
 
 def core() -> str:
@@ -104,7 +106,7 @@ def second(models: Path) -> PoolView:
 
 @pytest.fixture(scope="module")
 def oracle(models: Path) -> dict[TinySpec, list[int]]:
-    specs = (FIRST, SECOND, TIED, TIED_OTHER)
+    specs = (FIRST, SECOND, TIED, TIED_OTHER, EXPERTS, EXPERTS_OTHER)
     tokens = in_child(fresh_engine_tokens, [(str(write_model(spec, models)), spec.dtype) for spec in specs])
     return dict(zip(specs, tokens, strict=True))
 
@@ -253,29 +255,38 @@ def test_replica_worker_serves_over_it(engine: VllmEngine, first: PoolView, seco
     engine.wake(first, 1)
 
 
-def tied_engine_tokens(folder: str, views: list[PoolView]) -> list[list[int]]:
-    """Tokens after a wake on each view, and after a refresh back to the first."""
-    engine = engine_for(Path(folder), "bfloat16")
-    engine.start()
+def tokens_after_reads(families: list[tuple[str, str, list[PoolView]]]) -> list[list[list[int]]]:
+    """For each model, one engine after another: tokens after a wake on each view, and after a refresh back."""
     found = []
-    for version, view in enumerate(views):
-        engine.wake(view, version)
-        found.append(contract.generate(engine, "tied"))
-        engine.sleep()
-    engine.wake(views[-1], 7)
-    engine.refresh(views[0], 8)
-    found.append(contract.generate(engine, "tied"))
-    engine.close()
+    for folder, dtype, views in families:
+        engine = engine_for(Path(folder), dtype)
+        engine.start()
+        tokens = []
+        for version, view in enumerate(views):
+            engine.wake(view, version)
+            tokens.append(contract.generate(engine, "read"))
+            engine.sleep()
+        engine.wake(views[-1], 7)
+        engine.refresh(views[0], 8)
+        tokens.append(contract.generate(engine, "read"))
+        engine.close()
+        found.append(tokens)
     return found
 
 
-def test_tied_head_is_never_stale(models: Path, oracle: dict[TinySpec, list[int]]) -> None:
-    """vLLM packs the embeddings a second time for the head; a Read must pack them again."""
-    folders = [write_model(spec, models) for spec in (TIED, TIED_OTHER)]
-    views = [write_pool(folder, models / f"{folder.name}.pool") for folder in folders]
-    expected = [oracle[TIED], oracle[TIED_OTHER]]
-    assert expected[0] != expected[1]
-    assert in_child(tied_engine_tokens, str(folders[0]), views) == [*expected, expected[0]]
+def test_packed_weights_are_never_stale(models: Path, oracle: dict[TinySpec, list[int]]) -> None:
+    """vLLM packs tied embeddings a second time for the head, and experts in a form of their own."""
+    pairs = [(TIED, TIED_OTHER), (EXPERTS, EXPERTS_OTHER)]
+    families, expected = [], []
+    for pair in pairs:
+        folders = [write_model(spec, models) for spec in pair]
+        views = [write_pool(folder, models / f"{folder.name}.pool") for folder in folders]
+        families.append((str(folders[0]), pair[0].dtype, views))
+        tokens = [oracle[spec] for spec in pair]
+        assert tokens[0] != tokens[1]
+        assert all(len(set(found)) > 5 for found in tokens)
+        expected.append([*tokens, tokens[0]])
+    assert in_child(tokens_after_reads, families) == expected
 
 
 def loader_map_differences(folders: list[str], pool_folder: str) -> dict[str, list[str]]:
@@ -328,14 +339,14 @@ def loader_map_differences(folders: list[str], pool_folder: str) -> dict[str, li
 
 
 def test_a_read_equals_vllms_own_loading_value_by_value(models: Path) -> None:
-    """Llama and Qwen2, tied and untied, with a padded vocabulary, whole and as each rank of two."""
+    """Llama, Qwen2 and Qwen3-MoE, tied and untied, with a padded vocabulary, whole and as each rank of two."""
     folders = [
         str(write_model(TinySpec(family=family, tie_word_embeddings=tied, num_layers=2), models))
-        for family in ("llama", "qwen2")
+        for family in ("llama", "qwen2", "qwen3_moe")
         for tied in (False, True)
     ]
     differences = in_child(loader_map_differences, folders, str(models))
-    assert len(differences) == 12
+    assert len(differences) == 18
     assert {case: names for case, names in differences.items() if names} == {}
 
 

@@ -69,7 +69,7 @@ class VllmEngine:
         self._ready: list[TokenDelta] = []
         self._version = NO_VERSION
         self._boxes: tuple[TensorBox, ...] = ()
-        self._awake: set[str] = set()
+        self._memory: Literal["none", "partial", "whole"] = "none"
         self._kv_capacity_tokens = 0
         self._step_latency_s = 0.0
         self._resident_bytes = 0
@@ -115,7 +115,7 @@ class VllmEngine:
             self._llm = LLMEngine.from_engine_args(arguments)
             cache = self._llm.vllm_config.cache_config
             self._kv_capacity_tokens = int(cache.num_gpu_blocks) * int(cache.block_size)
-            self._awake = {"weights", "kv_cache"}
+            self._memory = "whole"
         self.sleep()
 
     def close(self) -> None:
@@ -217,34 +217,33 @@ class VllmEngine:
                 freed = sum(before - after for before, after in measured)
             else:
                 freed = self._sleep_on_device()
-        self._awake = set()
+        self._memory = "none"
         return int(freed)
 
     def _sleep_on_device(self) -> int:
         before = sum(self._rpc("pivot_resident"))
-        if self._awake and self._awake != {"weights", "kv_cache"}:
-            # vLLM's allocator cannot unmap half of what it manages: complete a half-done wake first
-            self._llm.wake_up(tags=sorted({"weights", "kv_cache"} - self._awake))
-            self._awake = {"weights", "kv_cache"}
-        if self._awake:
+        if self._memory == "whole":
             self._llm.sleep(level=2)
+        elif self._memory == "partial":  # vLLM itself can only put back to sleep what is wholly awake
+            self._rpc("pivot_unmap")
+            executor = self._llm.model_executor
+            executor.is_sleeping, executor.sleeping_tags = True, {"weights", "kv_cache"}
         self._resident_bytes = sum(self._rpc("pivot_resident"))
         return int(before) - self._resident_bytes
 
     def wake(self, view: PoolView, version: int) -> ReadReport:
-        if self._awake:
+        if self._memory != "none":
             raise EngineError("awake already")
+        self._memory = "partial"
         with _engine_errors("wake"):
             if self.config.device == "cpu":
                 report = self._read(view)
                 self._rpc("pivot_wake_kv_cpu")
-                self._awake = {"weights", "kv_cache"}
             else:
                 self._llm.wake_up(tags=["weights"])
-                self._awake = {"weights"}
                 report = self._read(view)
                 self._llm.wake_up(tags=["kv_cache"])
-                self._awake = {"weights", "kv_cache"}
+            self._memory = "whole"
             self._llm.reset_prefix_cache()
             self._resident_bytes = sum(self._rpc("pivot_resident"))
         self._version = version

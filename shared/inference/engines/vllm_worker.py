@@ -11,6 +11,7 @@ the original, so a Read goes module by module: an unpacked fused parameter, the 
 
 import copy
 import ctypes
+import gc
 import mmap
 import os
 import time
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shared.contracts.gps import PoolTensor, TensorBox
-from shared.errors import LayoutError
+from shared.errors import LayoutError, TransportError
 from shared.weights.loader_map import LoaderMap
 
 WireTensor = tuple[str, str, tuple[int, ...], int]
@@ -59,7 +60,7 @@ class MappedPool:
                 self._bytes.data_ptr(), nbytes, _CUDA_HOST_REGISTER_DEFAULT
             )
             if int(code) != 0:
-                raise LayoutError(f"cannot pin {path} ({nbytes} bytes): CUDA error {int(code)}", path=path)
+                raise TransportError(f"cannot pin {path} ({nbytes} bytes): CUDA error {int(code)}", path=path)
 
     @staticmethod
     def identify(path: str, nbytes: int) -> tuple[str, int, int, int]:
@@ -126,10 +127,11 @@ class _Weights:
         for name, module in self.model.named_modules():
             if not any(True for _ in module.named_parameters(recurse=False)):
                 continue
-            method = type(getattr(module, "quant_method", None)).__name__
-            if method not in _IN_PLACE_METHODS:
+            method = getattr(module, "quant_method", None)
+            if not _keeps_loaded_form(method):
                 raise LayoutError(
-                    f"module {name}: {method} may rearrange weights after loading: a Read cannot fill it",
+                    f"module {name}: {type(method).__name__} may rearrange weights after loading, "
+                    "so that a Read cannot fill them",
                     parameter=name,
                 )
 
@@ -198,8 +200,12 @@ class _Weights:
             parameter.untyped_storage().resize_(0)
 
 
-_IN_PLACE_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
-"""Layers whose weights keep their loaded form on GPU: copies into the live parameter are all it takes."""
+def _keeps_loaded_form(method: Any) -> bool:
+    """Whether a layer's weights on GPU stay as loaded: then copies into the live parameter are all it takes."""
+    name = type(method).__name__
+    if name == "UnquantizedFusedMoEMethod":
+        return getattr(getattr(method, "unquantized_backend", None), "name", "") == "TRITON"
+    return name in ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
 def build_model(vllm_config: Any, device: str) -> torch.nn.Module:
@@ -267,6 +273,25 @@ class PivotWorkerExtension:
             if cache.untyped_storage().nbytes() < nbytes:
                 cache.untyped_storage().resize_(nbytes)
             cache.zero_()
+
+    def pivot_unmap(self) -> None:
+        """Give back what a failed wake has mapped on a GPU. Idempotent.
+
+        Buffers that the wake has restored already are saved again first, as vLLM's own sleep does.
+        """
+        from vllm.device_allocator.cumem import CuMemAllocator, unmap_and_release
+
+        torch.cuda.synchronize()
+        worker: Any = self
+        if not worker._sleep_saved_buffers:
+            buffers = worker.model_runner.model.named_buffers()
+            worker._sleep_saved_buffers = {name: buffer.cpu().clone() for name, buffer in buffers}
+        for allocation in CuMemAllocator.get_instance().pointer_to_data.values():
+            if not allocation.is_asleep:
+                unmap_and_release(allocation.handle)
+                allocation.is_asleep = True
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def pivot_resident(self) -> int:
         """Memory in use: of the device, or of this process on CPU."""

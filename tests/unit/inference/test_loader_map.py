@@ -176,7 +176,7 @@ def test_a_loader_that_does_not_know_a_tensor_fails() -> None:
 
 
 def test_a_gap_is_refused() -> None:
-    with pytest.raises(LayoutError, match="parameter qk: .*unwritten"):
+    with pytest.raises(LayoutError, match=r"parameter qk: .*unwritten"):
         record(sources=tuple(s for s in SOURCES if s.name != "k"))
 
 
@@ -187,7 +187,7 @@ def test_padding_that_nobody_fills_is_refused() -> None:
         else:
             fused_load(model, name, tensor)
 
-    with pytest.raises(LayoutError, match="parameter embed: .*unwritten"):
+    with pytest.raises(LayoutError, match=r"parameter embed: .*unwritten"):
         record(load)
 
 
