@@ -1,13 +1,15 @@
 """Transfer plans of Reads: GPS's own layout over the nodes against a receiver's, cached (paper Appendix
 B.2)."""
 
+import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
 
 from services.gps.boxes import Part
+from shared.layout.refine import refine
 from shared.layout.replication import grouped_layout
 from shared.layout.tensor_layout import Layout, Placement, TensorSpec, full_layout
-from shared.layout.transfer_plan import LinkOf, PlanCache, PlanKey, TransferPlan
+from shared.layout.transfer_plan import LinkOf, PlanCache, PlanKey, TransferPlan, demands_of, plan_transfers
 
 
 class Plans:
@@ -37,16 +39,27 @@ class Plans:
         for node in changed:
             self.cache.invalidate(holder=node)
 
-    def for_read(
+    async def for_read(
         self, model: str, specs: Mapping[str, TensorSpec], receiver: str, parts: Sequence[Part]
     ) -> TransferPlan:
-        """Who sends what to `receiver`; no `parts` means the whole model. Raises LayoutError."""
+        """Who sends what to `receiver`; no `parts` means the whole model. Raises LayoutError.
+
+        A new plan of a big mixture-of-experts model takes seconds: it is made in a thread, and kept.
+        """
         digest = hashlib.blake2b(repr(tuple(parts)).encode(), digest_size=8).hexdigest() if parts else "whole"
         key = PlanKey("read", model, self.layout_epoch, (receiver,), digest)
         if found := self.cache.get(key):
             return found
-        if parts:
-            target = Layout(specs, tuple(Placement(name, region, receiver) for name, region in parts))
-        else:
-            target = full_layout(list(specs.values()), [receiver])
-        return self.cache.get_or_plan(key, self.store_layout(model, specs), target, self._link_of)
+
+        def make() -> tuple[TransferPlan, Layout, Layout]:
+            if parts:
+                target = Layout(specs, tuple(Placement(name, region, receiver) for name, region in parts))
+            else:
+                target = full_layout(list(specs.values()), [receiver])
+            source = self.store_layout(model, specs)
+            plan = plan_transfers(demands_of(refine(source, target)), self._link_of, key.plan_id)
+            return plan, source, target
+
+        made = await asyncio.to_thread(make)
+        self.cache.put(key, *made)
+        return made[0]

@@ -142,7 +142,7 @@ class GpsService:
         parts = parts_of(model.specs, request.boxes)
         while model.version < request.min_version and self._now_s() < end_s:
             await self._wait_change(end_s)
-        plan = self.plans.for_read(model.name, model.specs, request.receiver, parts)
+        plan = await self.plans.for_read(model.name, model.specs, request.receiver, parts)
         granted = self.store.read(request, self._now_s())
         self._num_reads += 1
         return ReadGrant(

@@ -36,7 +36,7 @@ from shared.contracts.gps import (
     WriteStatus,
 )
 from shared.errors import Conflict, InvalidRequest, NotFound
-from shared.layout.tensor_layout import Box, whole
+from shared.layout.tensor_layout import FlatRange, whole
 from shared.weights.host_pool import HostPool, PoolRegion
 
 
@@ -274,7 +274,7 @@ class Store:
             name: checksum
             for part in write.joined.values()
             for (name, region), checksum in zip(part.parts, part.checksums or (), strict=True)
-            if isinstance(region, Box) and region == whole(model.specs[name])
+            if region in (whole(model.specs[name]), FlatRange(0, model.specs[name].numel))
         }
         return Seal(write, model.tensors, model.spare.region.memory, known)
 

@@ -116,6 +116,11 @@ class TransferPlan:
         return tuple(t for t in self.transfers if t.receiver == receiver)
 
     def explain(self) -> PlanSummary:
+        """Bytes per link, loads, makespan against its lower bound, balance. Worked out once."""
+        return self._summary
+
+    @cached_property
+    def _summary(self) -> PlanSummary:
         per_link: dict[tuple[str, str], int] = {}
         for t in self.transfers:
             key = (t.sender, t.receiver)
@@ -220,12 +225,17 @@ class PlanCache:
         """The cached plan of `key`, or a new one. Raises LayoutError if `source` lacks something."""
         if found := self.get(key):
             return found
-        self.num_misses += 1
         plan = plan_transfers(demands_of(refine(source, target)), link_of, key.plan_id)
+        self.put(key, plan, source, target)
+        return plan
+
+    def put(self, key: PlanKey, plan: TransferPlan, source: Layout, target: Layout) -> None:
+        """Keep a plan that was made elsewhere, for example in a thread."""
+        self.num_misses += 1
+        self._plans.pop(key, None)
         self._plans[key] = (plan, frozenset(source.holders) | frozenset(target.holders))
         while len(self._plans) > self._max_plans:
             del self._plans[next(iter(self._plans))]
-        return plan
 
     def invalidate(self, *, model: str | None = None, holder: str | None = None) -> int:
         """Drop the plans of `model`, or those that `holder` takes part in; both None drops all. Returns how

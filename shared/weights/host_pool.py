@@ -45,8 +45,9 @@ class PoolRegion:
 
 
 def _map(fd: int, nbytes: int, *, writable: bool) -> Bytes:
+    """Map all pages at once: a first copy through single page faults runs at a fifth of the speed."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    return np.frombuffer(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, protection), np.uint8)
+    return np.frombuffer(mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection), np.uint8)
 
 
 class HostPool:

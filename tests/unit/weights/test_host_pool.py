@@ -20,6 +20,7 @@ from shared.weights.host_pool import (
     map_view,
     remove_leftovers,
 )
+from shared.weights.pool_reader import PoolReader
 
 
 @pytest.fixture
@@ -180,3 +181,22 @@ def test_view_that_does_not_fit_its_region_is_refused(pool: HostPool) -> None:
     pool.remove(region)
     with pytest.raises(NotFound, match="is gone"):
         map_view(PoolView(path=path, nbytes=4096, tensors=()))
+
+
+def test_reader_maps_a_region_once_and_forgets_one_that_was_made_again(pool: HostPool) -> None:
+    reader = PoolReader()
+    region = pool.create("policy", "b0", 4096)
+    view = PoolView(path=str(region.path), nbytes=4096, tensors=())
+    first = reader.map(view)
+    assert reader.map(view).address == first.address
+    assert reader.map(view, writable=True).address != first.address
+    pool.remove(region)
+    region = pool.create("policy", "b0", 4096)
+    region.memory[:] = 5
+    assert (reader.map(view).memory == 5).all()
+    assert reader.num_mapped == 1
+    pool.remove(region)
+    with pytest.raises(NotFound):
+        reader.map(view)
+    assert reader.num_mapped == 0
+    reader.close()
