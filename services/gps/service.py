@@ -18,7 +18,7 @@ from services.gps.boxes import count_bytes, parts_of
 from services.gps.manifest import Manifest, ManifestEntry
 from services.gps.plans import Plans
 from services.gps.store import Store
-from services.gps.versions import Seal, version_checksum
+from services.gps.versions import Model, Seal, version_checksum
 from shared.contracts.gps import (
     ModelStatus,
     PolicyVersion,
@@ -65,6 +65,8 @@ class GpsService:
         self._changed = asyncio.Event()
         self._unpublished: PolicyVersion | None = None
         self._must_publish = asyncio.Event()
+        self._sealing: set[asyncio.Task[WriteStatus]] = set()
+        self._on_record, self._on_bus = asyncio.Lock(), asyncio.Lock()
         self._waits_for: str | None = "models to be seeded"
         self._num_reads = self._num_commits = self._num_lease_misses = 0
 
@@ -170,7 +172,8 @@ class GpsService:
             self.store.check_write(request)
             leave_s = self.store.readers_leave_s(request.model, self._now_s())
             if leave_s is None or self._now_s() >= end_s:
-                return self.store.begin_write(request, self._now_s())
+                async with self._on_record:  # the spare may be what the manifest still names
+                    return self.store.begin_write(request, self._now_s())
             await self._wait_change(min(end_s, leave_s))
 
     async def commit_write(self, write_id: str, commit: WriteCommit) -> WriteStatus:
@@ -183,7 +186,10 @@ class GpsService:
         if isinstance(outcome, WriteStatus):
             return outcome
         # the caller may hang up while its version is sealed; the version flips all the same
-        return await asyncio.shield(asyncio.ensure_future(self._seal(outcome, commit.writer)))
+        sealing = asyncio.create_task(self._seal(outcome, commit.writer))
+        self._sealing.add(sealing)
+        sealing.add_done_callback(self._sealing.discard)
+        return await asyncio.shield(sealing)
 
     async def _seal(self, seal: Seal, source: str) -> WriteStatus:
         checksum = None
@@ -221,18 +227,13 @@ class GpsService:
 
     async def _became_readable(self, name: str, *, source: str) -> None:
         self._wake()
-        model = self.store.model(name)
         if self._manifest is not None:
-            entry = ManifestEntry(
-                model=name,
-                path=model.readable.view.path,
-                nbytes=model.nbytes,
-                version=model.version,
-                checksum=model.checksum,
-                num_regions=model.num_regions,
-                tensors=model.tensors,
-            )
-            await asyncio.to_thread(self._manifest.put, entry)
+            async with self._on_record:
+                try:
+                    await asyncio.to_thread(self._manifest.put, _entry_of(self.store.model(name)))
+                except OSError as error:  # the version is readable all the same
+                    _log.error("a restarted GPS will not find %s: %s", name, error)
+        model = self.store.model(name)
         if name == POLICY:
             self._unpublished = PolicyVersion(
                 model=name,
@@ -244,17 +245,18 @@ class GpsService:
             await self._publish_now()
 
     async def _publish_now(self) -> None:
-        message = self._unpublished
-        if message is None:
-            return
-        try:
-            await self._publish(message)
-        except PivotError as error:
-            _log.warning("%s is not on the bus yet: %s", message.summary(), error)
-            self._must_publish.set()
-            return
-        if self._unpublished is message:
-            self._unpublished = None
+        async with self._on_bus:  # an older version never overtakes a newer one
+            message = self._unpublished
+            if message is None:
+                return
+            try:
+                await self._publish(message)
+            except PivotError as error:
+                _log.warning("%s is not on the bus yet: %s", message.summary(), error)
+                self._must_publish.set()
+                return
+            if self._unpublished is message:
+                self._unpublished = None
 
     async def publish_for_ever(self) -> None:
         """Publish again what the bus did not take. A task of the process."""
@@ -279,3 +281,15 @@ class GpsService:
             "plan_cache_hits_total": self.plans.cache.num_hits,
             "plan_cache_misses_total": self.plans.cache.num_misses,
         }
+
+
+def _entry_of(model: Model) -> ManifestEntry:
+    return ManifestEntry(
+        model=model.name,
+        path=model.readable.view.path,
+        nbytes=model.nbytes,
+        version=model.version,
+        checksum=model.checksum,
+        num_regions=model.num_regions,
+        tensors=model.tensors,
+    )

@@ -96,18 +96,7 @@ class Store:
     def status(self, name: str, now_s: float) -> ModelStatus:
         model = self.model(name)
         self._expire(model, now_s)
-        leases = [lease for buffer in model.buffers for lease in buffer.leases.values()]
-        return ModelStatus(
-            model=name,
-            version=model.version,
-            checksum=model.checksum,
-            dtype=model.tensors[0].dtype if model.tensors else "",
-            nbytes=model.nbytes,
-            num_tensors=len(model.tensors),
-            is_frozen=model.is_frozen,
-            leases=tuple(f"{lease.receiver}: version {lease.version}" for lease in leases),
-            open_write=_status(model.write) if model.write else None,
-        )
+        return model.status()
 
     def _new_buffer(self, model: Model) -> Buffer:
         model.num_regions += 1
@@ -185,7 +174,7 @@ class Store:
         part = self.check_write(request)
         model = self.model(request.model)
         write = model.write
-        joins = write is not None and _names(write) == (request.version, request.attempt, request.writers)
+        joins = write is not None and write.is_of(request)
         if write is not None and joins and request.writer in write.joined:
             if request.attempt and write.joined[request.writer].parts != part.parts:
                 raise InvalidRequest(
@@ -224,7 +213,7 @@ class Store:
         """Raises NotFound if the Write is unknown, abandoned or replaced."""
         for model in self._models.values():
             if model.write is not None and model.write.write_id == write_id:
-                return _status(model.write)
+                return model.write.status()
             if model.last_committed is not None and model.last_committed.write_id == write_id:
                 return model.last_committed
         raise NotFound(
@@ -268,7 +257,7 @@ class Store:
             raise InvalidRequest(f"checksums[{problem[0]}]", problem[1])
         write.joined[done.writer].checksums = done.checksums
         if write.pending or write.is_sealing:
-            return _status(write)
+            return write.status()
         write.is_sealing = True
         known = {
             name: checksum
@@ -287,7 +276,7 @@ class Store:
         model, write = self._open(seal.write.write_id)
         write.is_sealing = False
         if checksum is None:
-            return _status(write)
+            return write.status()
         assert not write.pending
         assert write.version > model.version
         model.spare.is_dirty = False
@@ -310,13 +299,3 @@ class Store:
             if model.write is not None and model.write.write_id == write_id:
                 return model, model.write
         raise NotFound(f"no open Write {write_id}: it was abandoned or replaced", write_id=write_id)
-
-
-def _names(write: OpenWrite) -> tuple[int, str, tuple[str, ...]]:
-    return write.version, write.attempt, write.writers
-
-
-def _status(write: OpenWrite) -> WriteStatus:
-    return WriteStatus(
-        write_id=write.write_id, version=write.version, committed=False, pending_writers=write.pending
-    )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.gps.boxes import Part
-from shared.contracts.gps import PoolTensor, PoolView, WriteStatus
+from shared.contracts.gps import ModelStatus, PoolTensor, PoolView, WriteRequest, WriteStatus
 from shared.layout.tensor_layout import TensorSpec
 from shared.weights.checksum import checksum_bytes, checksum_region, combine
 from shared.weights.host_pool import PoolRegion, tensor_nbytes
@@ -67,6 +67,19 @@ class OpenWrite:
         """Writers that have not committed, in the order of `writers`."""
         return tuple(w for w in self.writers if w not in self.joined or self.joined[w].checksums is None)
 
+    def is_of(self, request: WriteRequest) -> bool:
+        """Whether `request` is about this very Write."""
+        return (self.version, self.attempt, self.writers) == (
+            request.version,
+            request.attempt,
+            request.writers,
+        )
+
+    def status(self) -> WriteStatus:
+        return WriteStatus(
+            write_id=self.write_id, version=self.version, committed=False, pending_writers=self.pending
+        )
+
 
 @dataclass(slots=True)
 class Model:
@@ -94,6 +107,20 @@ class Model:
     @property
     def spare(self) -> Buffer:
         return self.buffers[1 - self.current]
+
+    def status(self) -> ModelStatus:
+        leases = [lease for buffer in self.buffers for lease in buffer.leases.values()]
+        return ModelStatus(
+            model=self.name,
+            version=self.version,
+            checksum=self.checksum,
+            dtype=self.tensors[0].dtype if self.tensors else "",
+            nbytes=self.nbytes,
+            num_tensors=len(self.tensors),
+            is_frozen=self.is_frozen,
+            leases=tuple(f"{lease.receiver}: version {lease.version}" for lease in leases),
+            open_write=self.write.status() if self.write else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

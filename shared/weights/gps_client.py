@@ -27,7 +27,15 @@ from shared.contracts.gps import (
     WriteRequest,
     WriteStatus,
 )
-from shared.errors import Conflict, DeadlineExceeded, NotFound, TransportError, WireError, from_wire
+from shared.errors import (
+    Conflict,
+    DeadlineExceeded,
+    NotFound,
+    PivotError,
+    TransportError,
+    WireError,
+    from_wire,
+)
 
 M = TypeVar("M", bound=Message)
 _MODELS = TypeAdapter(tuple[ModelStatus, ...])
@@ -92,9 +100,7 @@ class GpsClient:
         try:
             yield grant
         except BaseException:
-            with contextlib.suppress(
-                NotFound, DeadlineExceeded, TransportError
-            ):  # the block's error matters more
+            with contextlib.suppress(PivotError):  # the block's error matters more
                 await self.release(grant.lease_id)
             raise
         try:
