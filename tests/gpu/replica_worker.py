@@ -159,7 +159,7 @@ class Run:
         self.figures.setdefault("tokens_per_s", {})[count] = count * length / (time.perf_counter() - begin)
 
     async def interrupt_and_resume(self, length: int) -> None:
-        """In bfloat16 a prefill rounds unlike decode steps: only what came before the interruption must agree."""
+        """In bfloat16 a prefill rounds unlike decode steps: only what came before must agree."""
         await self.submit("cut", length)
         async with asyncio.timeout(60), self.arrived:
             await self.arrived.wait_for(lambda: len(self.tokens("cut")[0]) > 8)

@@ -182,6 +182,9 @@ class _Weights:
                 copied += loader_map.apply(sources, {name: live}, only=(name,))
             method = getattr(module, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
+                if getattr(method, "moe_kernel", None) is not None:
+                    # with a kernel at hand vLLM takes this for an update of packed weights: packs nothing
+                    method.moe_kernel = None
                 method.process_weights_after_loading(module)
         return copied
 
@@ -201,7 +204,7 @@ class _Weights:
 
 
 def _keeps_loaded_form(method: Any) -> bool:
-    """Whether a layer's weights on GPU stay as loaded: then copies into the live parameter are all it takes."""
+    """Whether a layer's weights on GPU stay as loaded: then copies into the live parameter suffice."""
     name = type(method).__name__
     if name == "UnquantizedFusedMoEMethod":
         return getattr(getattr(method, "unquantized_backend", None), "name", "") == "TRITON"
