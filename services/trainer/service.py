@@ -14,7 +14,7 @@ One step, and what a crash at each point means:
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from services.trainer.advantages import Masked, Weighted, weigh
 from services.trainer.batches import Batch, BatchAssembler
@@ -64,7 +64,7 @@ class TrainerService:
         ranks: RankGroup,
         checkpoints: Checkpoints,
         journal: Journal,
-        gps_version: Callable[[], "asyncio.Future[int]"],
+        gps_version: Callable[[], Awaitable[int]],
         bus: Bus,
         subjects: Subjects,
         clock: Clock,

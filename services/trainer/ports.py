@@ -1,0 +1,76 @@
+"""What a rank needs of its training engine. The rank shell calls from one thread only, one call at a time.
+
+Every call is collective: all ranks make the same calls in the same order, but for `shard_boxes` and `copy_shard`,
+which touch this rank's memory only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared.contracts.gps import TensorBox
+from shared.contracts.rank import TrainSample
+from shared.weights.host_pool import MappedPool
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Of this rank's samples, but for `grad_norm` (of the whole gradient, before clipping). `loss` is this rank's
+    part of the batch loss: the ranks' parts sum to it."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    response_tokens: int
+    logprob_gap_sum: float
+    logprob_gap_max: float
+    importance_ratio_max: float
+    clipped_tokens: int
+
+
+class TrainBackend(Protocol):
+    """States are on the device after `build`, `load` and `reload`; after `offload` they are in host memory."""
+
+    @property
+    def is_built(self) -> bool: ...
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps behind the parameters: their policy version."""
+
+    def build(self, pool: MappedPool) -> None:
+        """A fresh model with this rank's shard copied out of `pool`, and an optimizer without history.
+
+        Raises:
+            LayoutError: the model's parameters are not the pool's tensors.
+        """
+
+    def load(self, tag: str) -> None:
+        """Parameters, optimizer and random state as saved under `tag`.
+
+        Raises:
+            NotFound: there is no such checkpoint.
+        """
+
+    def save(self, tag: str) -> None:
+        """Everything `load` needs; on disk when it returns."""
+
+    def train(
+        self, samples: Sequence[TrainSample], total_response_tokens: int, num_micro_batches: int
+    ) -> StepStats:
+        """One optimizer step. `num_micro_batches` passes whatever the number of samples."""
+
+    def offload(self) -> int:
+        """Optimizer state, fp32 masters, parameters and gradients off the device; the bytes that were moved."""
+
+    def reload(self) -> int:
+        """Back to the device; the bytes that were moved."""
+
+    def shard_boxes(self) -> tuple[TensorBox, ...]:
+        """The flat ranges of checkpoint tensors that this rank holds; all ranks' together are the model."""
+
+    def copy_shard(self, pool: MappedPool) -> tuple[str, ...]:
+        """Copies this rank's ranges into `pool`; their checksums, in the order of `shard_boxes`."""
+
+    def close(self) -> None:
+        """Leaves the process group. Only between calls."""
