@@ -7,6 +7,7 @@
     │   ├── NotFound
     │   └── Conflict                a lease, version or state that moved on
     ├── DeadlineExceeded            role, peer, phase, deadline_s
+    │   └── NoResponder             the peer is not there at all
     ├── WireError                   undecodable or oversized message
     │   └── MessageTooLarge
     ├── BusError                    broker gone, stream missing
@@ -84,6 +85,12 @@ class DeadlineExceeded(PivotError):
             phase=phase,
             deadline_s=deadline_s,
         )
+
+
+class NoResponder(DeadlineExceeded):
+    """Nobody serves the subject: the peer's process is not there."""
+
+    code = "no_responder"
 
 
 class WireError(PivotError):

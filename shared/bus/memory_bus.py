@@ -53,7 +53,15 @@ class MemoryBus:
         return _Closing(task, lambda: self._listeners.remove(entry))
 
     async def request(
-        self, subject: str, message: Message, reply: type[M], *, deadline_s: float, role: str, peer: str, phase: str
+        self,
+        subject: str,
+        message: Message,
+        reply: type[M],
+        *,
+        deadline_s: float,
+        role: str,
+        peer: str,
+        phase: str,
     ) -> M:
         handler = self._servers.get(subject)
         late = DeadlineExceeded(role=role, peer=peer, phase=phase, deadline_s=deadline_s)

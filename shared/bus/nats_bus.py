@@ -12,7 +12,14 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import ConsumerConfig, DeliverPolicy, KeyValueConfig, RetentionPolicy, StorageType, StreamConfig
+from nats.js.api import (
+    ConsumerConfig,
+    DeliverPolicy,
+    KeyValueConfig,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
 from nats.js.kv import KeyValue
 
 from shared.bus.ports import CommandHandler, EventHandler, Stored, Subscription
@@ -26,7 +33,9 @@ M = TypeVar("M", bound=Message)
 log = logging.getLogger("pivotrl.bus")
 
 
-async def connect(url: str, *, token: str | None = None, name: str = "pivotrl", timeout_s: float = 10.0) -> "NatsBus":
+async def connect(
+    url: str, *, token: str | None = None, name: str = "pivotrl", timeout_s: float = 10.0
+) -> "NatsBus":
     """A connected bus.
 
     Raises:
@@ -66,7 +75,7 @@ class NatsBus:
 
     @property
     def max_bytes(self) -> int:
-        return min(codec.DEFAULT_MAX_BYTES, self._client.max_payload - 4096)
+        return min(codec.DEFAULT_MAX_BYTES, int(self._client.max_payload) - 4096)
 
     # events
 
@@ -98,11 +107,21 @@ class NatsBus:
     # commands
 
     async def request(
-        self, subject: str, message: Message, reply: type[M], *, deadline_s: float, role: str, peer: str, phase: str
+        self,
+        subject: str,
+        message: Message,
+        reply: type[M],
+        *,
+        deadline_s: float,
+        role: str,
+        peer: str,
+        phase: str,
     ) -> M:
         encoded = self._encode(message)
         try:
-            msg = await self._client.request(subject, encoded.payload, timeout=deadline_s, headers=encoded.headers)
+            msg = await self._client.request(
+                subject, encoded.payload, timeout=deadline_s, headers=encoded.headers
+            )
         except nats.errors.NoRespondersError as error:
             raise NoResponder(role=role, peer=peer, phase=phase, deadline_s=deadline_s) from error
         except (nats.errors.TimeoutError, TimeoutError) as error:
@@ -192,7 +211,9 @@ class NatsBus:
     ) -> AsyncIterator[Stored[M]]:
         config = ConsumerConfig(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=after_seq + 1)
         with _translated(f"follow {spec.name}"):
-            subscription = await self._js.subscribe(subject, stream=spec.name, ordered_consumer=True, config=config)
+            subscription = await self._js.subscribe(
+                subject, stream=spec.name, ordered_consumer=True, config=config
+            )
         try:
             while True:
                 try:

@@ -40,7 +40,15 @@ class Bus(Protocol):
         A handler that raises is logged and counted; the subscription lives."""
 
     async def request(
-        self, subject: str, message: Message, reply: type[M], *, deadline_s: float, role: str, peer: str, phase: str
+        self,
+        subject: str,
+        message: Message,
+        reply: type[M],
+        *,
+        deadline_s: float,
+        role: str,
+        peer: str,
+        phase: str,
     ) -> M:
         """A command. The peer's error is raised here as its own class.
 
@@ -61,7 +69,9 @@ class Bus(Protocol):
     async def replay(self, spec: StreamSpec, subject: str, kind: type[M]) -> list[Stored[M]]:
         """What the stream holds of `subject` now, oldest first."""
 
-    def follow(self, spec: StreamSpec, subject: str, kind: type[M], *, after_seq: int = 0) -> AsyncIterator[Stored[M]]:
+    def follow(
+        self, spec: StreamSpec, subject: str, kind: type[M], *, after_seq: int = 0
+    ) -> AsyncIterator[Stored[M]]:
         """Everything stored after `after_seq`, then what comes, for ever. Gaps and reconnects are healed."""
 
     async def discard(self, spec: StreamSpec, seq: int) -> None:

@@ -1,12 +1,12 @@
 """What every process of a run does the same: read the run, join the bus, say it is ready, stop on a signal.
 
-    async def main(ctx: ServiceContext) -> None:
-        ...                          # subscribe, serve
-        async with ctx.serve_http([router], ready=...):
-            ctx.ready()
-            await ctx.stopped()
+async def main(ctx: ServiceContext) -> None:
+    ...                          # subscribe, serve
+    async with ctx.serve_http([router], ready=...):
+        ctx.ready()
+        await ctx.stopped()
 
-    run_process("gps", main)
+run_process("gps", main)
 """
 
 import argparse

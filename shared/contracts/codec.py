@@ -64,7 +64,9 @@ def decode(headers: dict[str, str] | None, payload: bytes) -> Message:
         raise WireError(f"unknown message type {kind!r}", type=kind)
     schema = (headers or {}).get(SCHEMA_HEADER, "1")
     if schema != str(cls.schema_version):
-        raise WireError(f"{kind}: schema {schema} is not the {cls.schema_version} this process reads", type=kind)
+        raise WireError(
+            f"{kind}: schema {schema} is not the {cls.schema_version} this process reads", type=kind
+        )
     return _validated(cls, _unpack(payload, kind))
 
 

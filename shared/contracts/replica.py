@@ -123,7 +123,9 @@ class ReplicaWoke(Message):
     duration_s: float
 
     def summary(self) -> str:
-        return f"awake at version {self.version}, read {self.read_bytes / 2**20:.0f} MiB in {self.read_s:.2f} s"
+        return (
+            f"awake at version {self.version}, read {self.read_bytes / 2**20:.0f} MiB in {self.read_s:.2f} s"
+        )
 
 
 class RefreshReplica(Message):

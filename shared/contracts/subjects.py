@@ -1,6 +1,6 @@
 """Every subject, stream and bucket of a run. Nobody builds one by hand.
 
-    pivotrl.v1.<run>.<owner>.<noun>[.<id>]
+pivotrl.v1.<run>.<owner>.<noun>[.<id>]
 """
 
 from dataclasses import dataclass
@@ -86,11 +86,15 @@ class Subjects:
 
     @property
     def shifts_stream(self) -> StreamSpec:
-        return StreamSpec(self._stream("SHIFTS"), (f"{self.prefix}.planner.>",), file=True, max_bytes=256 << 20)
+        return StreamSpec(
+            self._stream("SHIFTS"), (f"{self.prefix}.planner.>",), file=True, max_bytes=256 << 20
+        )
 
     @property
     def progress_stream(self) -> StreamSpec:
-        return StreamSpec(self._stream("PROGRESS"), (f"{self.prefix}.sequence.>",), file=False, max_bytes=256 << 20)
+        return StreamSpec(
+            self._stream("PROGRESS"), (f"{self.prefix}.sequence.>",), file=False, max_bytes=256 << 20
+        )
 
     @property
     def trajectories_stream(self) -> StreamSpec:
@@ -122,7 +126,6 @@ class Subjects:
     @property
     def device_bucket(self) -> str:
         return f"pivotrl_{self.run}_device"
-
 
     def _stream(self, name: str) -> str:
         return f"PIVOTRL_{self.run}_{name}"

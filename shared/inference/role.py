@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from shared.bus.ports import Bus, Subscription
-from shared.contracts.base import Message
-from shared.contracts.planner import ShiftDown, ShiftStepDone, ShiftUp
+from shared.contracts.base import Done, Message
+from shared.contracts.planner import DeviceLease, ShiftDown, ShiftStepDone, ShiftUp
 from shared.contracts.replica import (
     AbortSequences,
     RefreshReplica,
@@ -36,20 +36,19 @@ from shared.contracts.replica import (
     TokenDelta,
     WakeReplica,
 )
-from shared.contracts.base import Done
 from shared.contracts.role import ReplicaQueue, RoleQueue
 from shared.contracts.subjects import Subjects
 from shared.errors import (
     Conflict,
-    DeadlineExceeded,
     InvalidRequest,
     NoResponder,
     NotFound,
     PivotError,
     ShiftFailed,
 )
-from shared.ids import ReplicaId, Role, SequenceId
+from shared.ids import DeviceId, ReplicaId, Role, SequenceId
 from shared.inference.records import SequenceRecord
+from shared.planning.cluster import ReplicaSlot
 from shared.runtime.clock import Clock
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.sequence import (
@@ -90,6 +89,7 @@ class _Replica:
     """What is known of one replica process."""
 
     id: ReplicaId
+    devices: tuple[DeviceId, ...]
     outbox: asyncio.Queue[RunSequence | AbortSequence] = field(default_factory=asyncio.Queue)
     telemetry: ReplicaTelemetry | None = None
     seen_s: float = float("-inf")
@@ -106,7 +106,7 @@ class RoleShell:
     def __init__(
         self,
         role: Role,
-        replicas: Iterable[ReplicaId],
+        slots: Iterable[ReplicaSlot],
         scheduler: Scheduler,
         bus: Bus,
         subjects: Subjects,
@@ -120,7 +120,7 @@ class RoleShell:
         self.role = role
         self.scheduler = scheduler
         self.records: dict[str, SequenceRecord] = {}
-        self._replicas = {replica: _Replica(replica) for replica in replicas}
+        self._replicas = {slot.id: _Replica(slot.id, tuple(slot.devices)) for slot in slots}
         self._bus, self._subjects, self._clock = bus, subjects, clock
         self._on_finished, self._on_failed = on_finished, on_failed
         self._progressed = asyncio.Condition()
@@ -156,9 +156,22 @@ class RoleShell:
             *workers,
         ]
 
+    async def _adopt(self) -> None:
+        """After a restart: a replica that the leases still give to this role serves again (`_watch_health` sees to it,
+        whether it is awake or was restarted too)."""
+        for replica in self._replicas.values():
+            found = [
+                await self._bus.kv_get(self._subjects.device_bucket, f"{device}", DeviceLease)
+                for device in replica.devices
+            ]
+            replica.is_active = all(entry is not None and entry[0].owner == replica.id for entry in found)
+            if replica.is_active:
+                log.warning("%s still holds its devices", replica.id)
+
     async def recover(self, records: Sequence[SequenceRecord]) -> int:
         """After a restart: takes back unfinished sequences with the tokens the progress stream still holds.
         Returns the number of tokens that need not be generated again. Replicas that still run are told to stop."""
+        await self._adopt()
         for record in records:
             self.records[record.sequence_id] = record
         subject = self._subjects.progress(self.role, "*")
@@ -277,7 +290,7 @@ class RoleShell:
                     await self._run(replica, [e for e in effects if isinstance(e, RunSequence)])
                 else:
                     await self._abort(replica, [e for e in effects if isinstance(e, AbortSequence)])
-            except (DeadlineExceeded, Conflict) as error:
+            except PivotError as error:
                 log.warning("%s: %s", replica.id, error.message)
                 self._lost(replica)
 
@@ -434,7 +447,15 @@ class RoleShell:
             replica.outbox.get_nowait()
 
     async def _revive(self, replica: _Replica) -> None:
-        """A replica the planner counts on came back from a crash: it Reads again and proves its version."""
+        """A replica the planner counts on came back from a crash: it Reads again and proves its version. (If only this
+        service crashed it is awake still, and serves as soon as it is up to date.)"""
+        assert replica.telemetry is not None
+        if replica.telemetry.state == "awake":
+            replica.version = replica.telemetry.policy_version
+            self._step(ReplicaShiftedUp(replica.id, replica.telemetry.kv_capacity_tokens))
+            return
+        if replica.telemetry.state != "asleep":
+            return
         replica.is_shifting = True
         try:
             woke = await self._wake(replica, WAKE_DEADLINE_S)
@@ -506,9 +527,13 @@ class RoleShell:
             failed_replicas=tuple(replica.id for replica in failed),
         )
 
+    def require_version(self, min_version: int) -> None:
+        """No replica serves with an older one."""
+        self._min_version = max(self._min_version, min_version)
+
     async def refresh(self, min_version: int) -> None:
         """Every active replica Reads `min_version` in place, its requests kept. Later wakes ask for it too."""
-        self._min_version = max(self._min_version, min_version)
+        self.require_version(min_version)
         active = [
             r for r in self._replicas.values() if r.is_active and not r.is_shifting and not self._is_down(r)
         ]

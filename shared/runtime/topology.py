@@ -1,6 +1,6 @@
 """The cluster a configuration describes: which replica slot and which rank lives on which device."""
 
-from shared.ids import DeviceId, ReplicaId, Role, replica_id
+from shared.ids import DeviceId, Role, replica_id
 from shared.planning.cluster import ClusterSpec, ReplicaSlot
 from shared.runtime.config import RunConfig
 
@@ -47,10 +47,6 @@ def cluster_of(config: RunConfig) -> ClusterSpec:
 def rank_devices(config: RunConfig) -> list[DeviceId]:
     """Device of each rank, in rank order."""
     return sorted(cluster_of(config).training_devices)
-
-
-def role_replicas(config: RunConfig, role: Role) -> list[ReplicaId]:
-    return [slot.id for slot in cluster_of(config).slots_of(role)]
 
 
 def _chunks(span: range, size: int) -> list[range]:

@@ -92,8 +92,7 @@ class GpsClient:
             NotFound: unknown model.
             InvalidRequest: a box outside its tensor.
             Conflict: `min_version` was not committed within `wait_s`; or, when the block ends without an
-            error, the
-                lease had run out inside it.
+                error, the lease had run out inside it.
         """
         limit = self._limit(deadline_s, request.wait_s)
         grant = await self._ask("POST", "/v1/read", request, ReadGrant, "read", limit)

@@ -105,6 +105,9 @@ class VllmEngine:
                 kv_cache_memory_bytes=config.kv_cache_memory_bytes,
                 enforce_eager=config.enforce_eager or is_cpu,
                 enable_prefix_caching=True,
+                # A prompt cut in chunks makes vLLM rewind the request's generator, which torch cannot on CPU.
+                enable_chunked_prefill=False if is_cpu else None,
+                max_num_batched_tokens=max(2048, config.max_model_len) if is_cpu else None,
                 enable_sleep_mode=not is_cpu,
                 async_scheduling=False,
                 logprobs_mode="processed_logprobs",
