@@ -17,17 +17,18 @@ from shared.weights.host_pool import HostPool
 from shared.weights.memory_transport import MemoryTransport
 from shared.weights.nixl_transport import NixlTransport
 from shared.weights.ports import Descriptors, Memory, Transport, memory_of
+from shared.weights.transports import open_transport
 
 SIZE = 1 << 20
 
 
 def make_memory(name: str) -> Transport:
-    return MemoryTransport(name)
+    return open_transport("memory", name)
 
 
 def make_nixl(name: str) -> Transport:
     pytest.importorskip("nixl._api")
-    return NixlTransport(name)
+    return open_transport("nixl", name)
 
 
 @dataclass
@@ -285,3 +286,9 @@ def test_nixl_between_processes_and_a_peer_that_dies_is_an_error() -> None:
         process.stdin.close()
         process.stdout.close()
         peer.close()
+
+
+def test_transport_that_must_have_rdma_refuses_a_node_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.weights.nixl_transport.rdma_devices", lambda: ())
+    with pytest.raises(TransportError, match="no RDMA device"):
+        NixlTransport("a", require_rdma=True)
