@@ -71,6 +71,7 @@ class DeepSpeedBackend:
             os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed
 
+        _build_kernels(config.kind)
         self._config = config
         self._deepspeed = deepspeed
         self._device = torch.device("cuda", 0) if config.kind == "cuda" else torch.device("cpu")
@@ -88,7 +89,6 @@ class DeepSpeedBackend:
             world_size=config.world_size,
         )
         deepspeed.init_distributed(dist_init_required=False)
-        _build_optimizer_kernel(config.kind)
 
     @property
     def is_built(self) -> bool:
@@ -411,25 +411,24 @@ class DeepSpeedBackend:
             torch.distributed.destroy_process_group()
 
 
-def _build_optimizer_kernel(kind: str) -> None:
-    """Compiles DeepSpeed's Adam, or finds it compiled. One process at a time: a compiler that was killed leaves a
-    lock file for which torch would wait for ever, and only under our own lock is it known to be such a leftover."""
+def _build_kernels(kind: str) -> None:
+    """Compiles what DeepSpeed wants compiled, or finds it compiled. One process at a time: a compiler that was killed
+    leaves a lock file for which torch would wait for ever, and only under our own lock is it known to be a leftover.
+    """
     folder = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if folder is None:
-        _load_kernel(kind)
-        return
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with open(Path(folder) / "pivotrl.lock", "w") as file, contextlib.ExitStack() as stack:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
-        for leftover in Path(folder).glob("**/lock"):
-            leftover.unlink(missing_ok=True)
-        _load_kernel(kind)
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(Path(folder) / "pivotrl.lock", "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)  # closing the file unlocks
+            for leftover in Path(folder).glob("**/lock"):
+                leftover.unlink(missing_ok=True)
+        if kind == "cuda":
+            from deepspeed.ops.op_builder import FusedAdamBuilder
 
+            FusedAdamBuilder().load(verbose=False)
+        else:
+            from deepspeed.ops.op_builder.cpu import FusedAdamBuilder, ShareMemCommBuilder
 
-def _load_kernel(kind: str) -> None:
-    if kind == "cuda":
-        from deepspeed.ops.op_builder import FusedAdamBuilder
-    else:
-        from deepspeed.ops.op_builder.cpu import FusedAdamBuilder
-    FusedAdamBuilder().load(verbose=False)
+            FusedAdamBuilder().load(verbose=False)
+            ShareMemCommBuilder().load(verbose=False)

@@ -65,13 +65,14 @@ def grpo_loss(
     free = ratio * advantages
     surrogate = torch.minimum(free, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     bounded = torch.where(advantages < 0, torch.maximum(surrogate, DUAL_CLIP * advantages), surrogate)
+    loss_sum = -bounded.sum()
     with torch.no_grad():
         gap = (logprobs - behaviour).abs()
         above = (advantages > 0) & (ratio > 1 + clip_high)
         below = (advantages < 0) & ((ratio < 1 - clip_low) | (ratio > DUAL_CLIP))
         num = int(logprobs.numel())
         return TokenLoss(
-            loss_sum=-bounded.sum(),
+            loss_sum=loss_sum,
             num_tokens=num,
             logprob_gap_sum=float(gap.sum()),
             logprob_gap_max=float(gap.max()) if num else 0.0,

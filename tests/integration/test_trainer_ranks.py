@@ -1,0 +1,219 @@
+"""Two real rank processes (DeepSpeed ZeRO-3 over gloo) beside a real GPS and a real NATS server."""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.trainer.packing import share_out
+from services.trainer.rank_group import RankGroup
+from shared.bus.embedded_nats import server_binary, write_server_config
+from shared.bus.nats_bus import connect
+from shared.bus.ports import Bus
+from shared.contracts.base import Done
+from shared.contracts.gps import ReadRequest
+from shared.contracts.rank import (
+    CheckpointSaved,
+    LoadCheckpoint,
+    OffloadStates,
+    RankMoved,
+    RankStatus,
+    RankStepped,
+    RankWrote,
+    ReloadStates,
+    SaveCheckpoint,
+    StageSamples,
+    TrainSample,
+    TrainStep,
+    WritePolicy,
+)
+from shared.contracts.subjects import Subjects
+from shared.runtime.clock import SystemClock
+from shared.runtime.config import RunConfig
+from shared.runtime.run_folder import Endpoints, RunFolder, choose_endpoints
+from shared.runtime.supervisor import ProcessSpec, Supervisor
+from shared.weights.gps_client import GpsClient
+from shared.weights.host_pool import map_view
+from tests.support.tiny_model import TinySpec, write_model
+
+REPOSITORY = Path(__file__).parents[2]
+EXTENSIONS = Path(
+    os.environ.get("TORCH_EXTENSIONS_DIR", REPOSITORY / "runs" / "models" / "torch_extensions")
+).resolve()
+WORLD_SIZE = 2
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+
+@dataclass(slots=True)
+class Ranks:
+    """A running set of processes, and the trainer's way to them."""
+
+    folder: RunFolder
+    config: RunConfig
+    endpoints: Endpoints
+    supervisor: Supervisor
+    bus: Bus
+    group: RankGroup
+    gps: GpsClient
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    async def ask(self, command: str, messages: Any, reply: type[Any]) -> list[Any]:
+        started = time.monotonic()
+        answers = await self.group.ask(command, messages, reply, deadline_s=300)
+        self.seconds[command] = time.monotonic() - started
+        return answers
+
+    async def train(self, step: int, samples: Sequence[TrainSample]) -> list[RankStepped]:
+        shares = share_out(samples, WORLD_SIZE, self.config.training.micro_batch_tokens)
+        staged = [StageSamples(step=step, part=0, num_parts=1, samples=s) for s in shares.samples]
+        await self.ask("stage", staged, Done)
+        command = TrainStep(
+            step=step,
+            total_response_tokens=sum(len(s.response_token_ids) for s in samples),
+            num_micro_batches=shares.num_micro_batches,
+        )
+        return await self.ask("train", command, RankStepped)
+
+    async def policy(self) -> tuple[int, dict[str, np.ndarray]]:
+        """Version and weights as GPS holds them."""
+        async with self.gps.read(ReadRequest(model="policy", receiver="test")) as grant:
+            pool = map_view(grant.view)
+            return grant.version, {name: pool.array(name).copy() for name in pool.names}
+
+
+@contextlib.asynccontextmanager
+async def running(path: Path, model: Path, **training: Any) -> AsyncIterator[Ranks]:
+    run = f"t{secrets.token_hex(4)}"
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": run, "folder": str(path)},
+            "models": {"policy": str(model), "genrm": str(model)},
+            "cluster": {"devices": WORLD_SIZE},
+            "training": {"learning_rate": 1e-3, "micro_batch_tokens": 256, **training},
+            "network": {"http_port": 0},
+        }
+    )
+    folder = RunFolder(path)
+    folder.create()
+    endpoints = choose_endpoints(config, None)
+    folder.write(config, endpoints)
+    port = int(endpoints.nats_url.rsplit(":", 1)[1])
+    conf = write_server_config(folder.nats, host="127.0.0.1", port=port, token=endpoints.nats_token)
+
+    def python(name: str, module: str, wave: int, *more: str, group: str = "") -> ProcessSpec:
+        env = {
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
+            "PYTHONPATH": str(REPOSITORY),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PIVOTRL_GPS_BYTES": str(4 << 30),
+        }
+        return ProcessSpec(
+            name,
+            (sys.executable, "-m", module, "--run", str(path), *more),
+            wave=wave,
+            group=group,
+            env=tuple(env.items()),
+            ready_file=folder.processes / f"{name}.json",
+            ready_deadline_s=300,
+        )
+
+    specs = [
+        ProcessSpec("nats", (server_binary(), "-c", str(conf)), wave=0, is_broker=True),
+        python("gps", "services.gps", 1),
+        *(
+            python(f"rank-{r}", "services.trainer.rank", 2, "--rank", str(r), group="ranks")
+            for r in range(WORLD_SIZE)
+        ),
+    ]
+    supervisor = Supervisor(specs, folder.logs)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(supervisor.stop)
+        started = time.monotonic()
+        try:
+            await supervisor.start()
+        except Exception:
+            for log in sorted(folder.logs.glob("*.log")):
+                print(f"--- {log.name}\n{log.read_text()[-3000:]}")
+            raise
+        up_s = time.monotonic() - started
+        bus = await connect(endpoints.nats_url, token=endpoints.nats_token, name="test", timeout_s=10)
+        stack.push_async_callback(bus.close)
+        group = RankGroup(WORLD_SIZE, bus, Subjects(run), SystemClock())
+        await group.start()
+        gps = GpsClient(endpoints.http_url("gps"), token=endpoints.token, name="test")
+        stack.push_async_callback(gps.close)
+        await asyncio.wait_for(group.wait_all(), 30)
+        yield Ranks(folder, config, endpoints, supervisor, bus, group, gps, {"up": up_s})
+
+
+def make_samples(count: int, *, vocabulary: int, prompt: int, response: int) -> list[TrainSample]:
+    random = np.random.default_rng(3)
+    return [
+        TrainSample(
+            sample_id=f"{i // 4:08d}.{i % 4:02d}",
+            prompt_token_ids=tuple(map(int, random.integers(3, vocabulary, prompt + i % 5))),
+            response_token_ids=tuple(map(int, random.integers(3, vocabulary, response - i % 7))),
+            logprobs=tuple(float(x) for x in random.uniform(-9, -5, response - i % 7)),
+            versions=((0, response - i % 7),),
+            advantage=(-1.0) ** i,
+        )
+        for i in range(count)
+    ]
+
+
+async def test_a_rank_pair_loads_trains_moves_writes_and_continues(tmp_path: Path) -> None:
+    model = write_model(TinySpec(num_layers=2, vocab_size=301), tmp_path / "models")
+    samples = make_samples(7, vocabulary=301, prompt=12, response=20)
+    async with running(tmp_path / "run", model) as ranks:
+        generations = {s.incarnation.split("/")[0] for s in ranks.group.statuses.values()}
+        assert len(generations) == 1
+        loaded = await ranks.ask("load", LoadCheckpoint(tag=""), RankStatus)
+        assert [status.step for status in loaded] == [0, 0]
+        version, initial = await ranks.policy()
+        assert version == 0
+
+        stepped = await ranks.train(0, samples)
+        assert sum(s.response_tokens for s in stepped) == sum(len(s.response_token_ids) for s in samples)
+        assert stepped[0].grad_norm == stepped[1].grad_norm > 0
+
+        wrote = await ranks.ask("write", WritePolicy(version=1), RankWrote)
+        assert any(w.committed for w in wrote)
+        version, first = await ranks.policy()
+        assert version == 1
+        assert sum(w.nbytes for w in wrote) == sum(array.nbytes for array in first.values())
+        assert all((first[name] != initial[name]).any() for name in first if "norm" not in name)
+
+        await ranks.ask("save", SaveCheckpoint(tag="step-000001"), CheckpointSaved)
+        off = await ranks.ask("offload", OffloadStates(), RankMoved)
+        back = await ranks.ask("reload", ReloadStates(), RankMoved)
+        assert all(moved.moved_bytes > 0 for moved in (*off, *back))
+        moved = await ranks.train(1, samples)
+        await ranks.ask("write", WritePolicy(version=2), RankWrote)
+        _, after_move = await ranks.policy()
+
+        await ranks.ask("load", LoadCheckpoint(tag="step-000001"), RankStatus)
+        again = await ranks.train(1, samples)
+        await ranks.ask("write", WritePolicy(version=3), RankWrote)
+        _, after_load = await ranks.policy()
+        assert [s.loss for s in again] == [s.loss for s in moved]
+        for name, array in after_move.items():
+            np.testing.assert_array_equal(after_load[name], array, err_msg=name)
+        print({name: round(seconds, 2) for name, seconds in ranks.seconds.items()})
+        stopping = time.monotonic()
+    assert time.monotonic() - stopping < 8
