@@ -3,7 +3,7 @@
 import asyncio
 
 from services.trainer.api import trainer_router
-from services.trainer.checkpoints import Checkpoints
+from shared.runtime.checkpoints import Checkpoints
 from services.trainer.rank_group import RankGroup
 from services.trainer.service import TrainerService
 from shared.bus.process import ServiceContext

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 
 from services.trainer.advantages import Masked, Weighted, weigh
 from services.trainer.batches import Batch, BatchAssembler
-from services.trainer.checkpoints import Checkpoint, Checkpoints
+from shared.runtime.checkpoints import Checkpoint, Checkpoints
 from services.trainer.packing import share_out
 from services.trainer.rank_group import RankGroup, RanksLost
 from shared.bus.ports import Bus

@@ -105,18 +105,6 @@ class LoadCheckpoint(Message):
     tag: str
 
 
-class ExportModel(Message):
-    """trainer → rank: write a Hugging Face folder (rank 0 writes, all gather)."""
-
-    folder: str
-
-
-class RankExported(Message):
-    rank: int
-    folder: str
-    nbytes: int
-
-
 class RankStatus(Message):
     """rank → trainer, heartbeat at 1 Hz on `rank.<n>.status`, and the answer to LoadCheckpoint."""
 

@@ -51,7 +51,7 @@ def write_safetensors(view: PoolView, path: Path) -> int:
             file.write(len(text).to_bytes(8, "little"))
             file.write(text)
             for tensor in view.tensors:
-                file.write(memoryview(pool.raw(tensor.name)))
+                file.write(pool.raw(tensor.name).data)
         return at
     finally:
         pool.close()
