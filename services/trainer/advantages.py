@@ -1,7 +1,8 @@
 """Group-relative advantages (GRPO): A = (R - mean) / (std + eps) over the scored samples of a prompt. Pure.
 
-An unscored sample is masked: it takes no part in mean, std or loss. A group with fewer than two scored samples tells
-nothing about which answer is better and is masked whole. A group whose rewards are all equal has advantage 0.
+An unscored sample is masked: it takes no part in mean, std or loss. A group with fewer than two scored
+samples tells nothing about which answer is better and is masked whole. A group whose rewards are all equal
+has advantage 0.
 """
 
 from collections.abc import Sequence

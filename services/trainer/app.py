@@ -3,10 +3,10 @@
 import asyncio
 
 from services.trainer.api import trainer_router
-from shared.runtime.checkpoints import Checkpoints
 from services.trainer.rank_group import RankGroup
 from services.trainer.service import TrainerService
 from shared.bus.process import ServiceContext
+from shared.runtime.checkpoints import Checkpoints
 from shared.runtime.journal import Journal
 from shared.runtime.models import model_folder
 from shared.runtime.topology import rank_devices

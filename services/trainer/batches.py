@@ -1,8 +1,8 @@
 """Complete groups become batches, in issue order. Pure.
 
-Batch k holds the prompts [k*P, (k+1)*P), all of whose samples were issued at version >= k - staleness. Taking batches
-in this order is what keeps a sample's staleness within the bound (see `shared.scheduling.staleness`): letting fast
-groups overtake would leave a straggler behind for any number of versions.
+Batch k holds the prompts [k*P, (k+1)*P), all of whose samples were issued at version >= k - staleness. Taking
+batches in this order is what keeps a sample's staleness within the bound (see `shared.scheduling.staleness`):
+letting fast groups overtake would leave a straggler behind for any number of versions.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,8 @@ class Batch:
 
 @dataclass(slots=True)
 class BatchAssembler:
-    """Invariant: a sample is kept once, however often it comes; samples of trained steps are not kept at all."""
+    """Invariant: a sample is kept once, however often it comes; samples of trained steps are not kept at
+    all."""
 
     prompts_per_step: int
     group_size: int
@@ -49,6 +50,8 @@ class BatchAssembler:
     def add(self, seq: int, scored: ScoredSample) -> bool:
         """False: it is here already, or its step is trained; the caller may discard it."""
         sample = scored.trajectory.sample_id
+        if sample in self._samples and self._samples[sample][0] == seq:
+            return True  # the same entry of the stream, delivered again
         if sample in self._samples or self.step_of(sample) < self.next_step:
             self.num_duplicates += 1
             return False
@@ -68,6 +71,12 @@ class BatchAssembler:
         chosen = sorted(sample for sample in self._samples if self.step_of(sample) == self.next_step)
         entries = [self._samples[sample] for sample in chosen]
         return Batch(self.next_step, tuple(s for _, s in entries), tuple(seq for seq, _ in entries))
+
+    def resume(self, step: int) -> list[int]:
+        """Continue at `step`; the places in the stream of samples here that earlier steps have trained."""
+        self.next_step = step
+        done = [sample for sample in self._samples if self.step_of(sample) < step]
+        return [self._samples.pop(sample)[0] for sample in done]
 
     def trained(self, batch: Batch) -> None:
         assert batch.step == self.next_step

@@ -1,13 +1,16 @@
 """DeepSpeed ZeRO-3 as a `TrainBackend`: bf16 parameters, fp32 masters, AdamW, one process per device.
 
-    build   the model is made under zero.Init, so no rank ever holds it whole; each rank copies the flat range that
+    build   the model is made under zero.Init, so no rank ever holds it whole; each rank copies the flat range
+    that
             ZeRO gave it straight out of GPS's pool, and DeepSpeed makes the fp32 masters of that
-    train   per micro-batch one forward and one backward pass, which reduces into fp32; then one step. DeepSpeed
+    train   per micro-batch one forward and one backward pass, which reduces into fp32; then one step.
+    DeepSpeed
             averages gradients over ranks, the batch loss is a sum: each loss is multiplied by the world size
     write   ZeRO's partition of a parameter is row-major and contiguous: rank r of W has
             [r*p, min((r+1)*p, numel)) with p = ceil(numel/W), and the pool takes it as it is
 
-DeepSpeed reads `ds_tensor` wrong in places while parameters are offloaded: everything that touches them reloads first.
+DeepSpeed reads `ds_tensor` wrong in places while parameters are offloaded: everything that touches them
+reloads first.
 """
 
 import contextlib
@@ -58,7 +61,8 @@ class BackendConfig:
 class DeepSpeedBackend:
     """`store` is a torch.distributed store that all ranks of this life share.
 
-    The constructor joins the process group and builds DeepSpeed's optimizer kernel: up to a minute the first time.
+    The constructor joins the process group and builds DeepSpeed's optimizer kernel: up to a minute the first
+    time.
     """
 
     def __init__(self, config: BackendConfig, store: Any) -> None:
@@ -78,6 +82,7 @@ class DeepSpeedBackend:
         self._engine: Any = None
         self._is_offloaded = False
         self._step = 0
+        self._tag: str | None = None
         self._boxes: tuple[TensorBox, ...] = ()
         self._constants: dict[str, torch.Tensor] = {}
         if config.kind == "cuda":
@@ -98,6 +103,10 @@ class DeepSpeedBackend:
     def step(self) -> int:
         return self._step
 
+    @property
+    def tag(self) -> str | None:
+        return self._tag
+
     def resident_bytes(self) -> int:
         """Device memory that this process keeps from others; on CPU its resident set."""
         if self._config.kind == "cuda":
@@ -117,7 +126,7 @@ class DeepSpeedBackend:
         else:
             self._reset(pool)
         self._boxes = tuple(self._find_boxes(pool))
-        self._step = 0
+        self._step, self._tag = 0, ""
         torch.manual_seed(self._config.seed)
 
     def _new_module(self) -> Any:
@@ -171,8 +180,8 @@ class DeepSpeedBackend:
         }
 
     def _check_layout(self, module: Any, pool: MappedPool) -> None:
-        """Raises LayoutError unless every parameter is a tensor of the pool (of tied ones, one name is enough)."""
-        names: dict[int, list[str]] = {}
+        """Raises LayoutError unless every parameter is a tensor of the pool (of tied ones, one name is
+        enough).""" names: dict[int, list[str]] = {}
         parameters = dict(module.named_parameters(remove_duplicate=False))
         for name, parameter in parameters.items():
             names.setdefault(id(parameter), []).append(name)
@@ -194,8 +203,8 @@ class DeepSpeedBackend:
     # this rank's shard
 
     def _range(self, parameter: Any) -> tuple[int, int]:
-        """Start and count of this rank's elements; the count is 0 where a small parameter ends before them."""
-        size = parameter.ds_tensor.ds_numel
+        """Start and count of this rank's elements; the count is 0 where a small parameter ends before
+        them.""" size = parameter.ds_tensor.ds_numel
         start = min(self._config.rank * size, parameter.ds_numel)
         return start, min(size, parameter.ds_numel - start)
 
@@ -262,9 +271,10 @@ class DeepSpeedBackend:
     # training
 
     def train(
-        self, samples: Sequence[TrainSample], total_response_tokens: int, num_micro_batches: int
+        self, step: int, samples: Sequence[TrainSample], total_response_tokens: int, num_micro_batches: int
     ) -> StepStats:
         self.reload()
+        self._tag = None
         engine = self._engine
         batches = pad_with_empty(split(samples, self._config.micro_batch_tokens), num_micro_batches)
         scale = self._config.world_size / max(1, total_response_tokens)
@@ -277,8 +287,8 @@ class DeepSpeedBackend:
         engine.step()
         grad_norm = float(engine.get_global_grad_norm())
         if grad_norm < 0:  # DeepSpeed's sign for infinite or NaN
-            raise EngineError("the gradient is infinite or not a number", phase="train", step=self._step)
-        self._step += 1
+            raise EngineError("the gradient is infinite or not a number", phase="train", step=step)
+        self._step = step + 1
         loss_sum = sum(float(loss.loss_sum.detach()) for loss in seen)
         return StepStats(
             loss=loss_sum / max(1, total_response_tokens),
@@ -333,8 +343,8 @@ class DeepSpeedBackend:
         yield optimizer.grad_partitions_flat_buffer
 
     def offload(self) -> int:
-        """On CUDA the device bytes that became free. On CPU device and host are one memory and nothing becomes free
-        but the reduction bucket: the bytes of the state tensors that were found on the host."""
+        """On CUDA the device bytes that became free. On CPU device and host are one memory and nothing
+        becomes free but the reduction bucket: the bytes of the state tensors that were found on the host."""
         if self._is_offloaded or self._engine is None:
             return 0
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
@@ -395,13 +405,15 @@ class DeepSpeedBackend:
         for path in (self._config.checkpoints / tag).glob(f"*zero_pp_rank_{self._config.rank}_*"):
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
+        self._tag = tag
 
     def load(self, tag: str) -> None:
         if not (self._config.checkpoints / tag).is_dir():
             raise NotFound(f"no checkpoint {tag} in {self._config.checkpoints}", tag=tag)
         self.reload()
+        self._tag = None
         _, state = self._engine.load_checkpoint(str(self._config.checkpoints), tag=tag)
-        self._step = int(state["pivotrl"]["step"])
+        self._step, self._tag = int(state["pivotrl"]["step"]), tag
         torch.set_rng_state(state["pivotrl"]["random"]["cpu"])
         if self._config.kind == "cuda":
             torch.cuda.set_rng_state(state["pivotrl"]["random"]["cuda"])
@@ -412,8 +424,9 @@ class DeepSpeedBackend:
 
 
 def _build_kernels(kind: str) -> None:
-    """Compiles what DeepSpeed wants compiled, or finds it compiled. One process at a time: a compiler that was killed
-    leaves a lock file for which torch would wait for ever, and only under our own lock is it known to be a leftover.
+    """Compiles what DeepSpeed wants compiled, or finds it compiled. One process at a time: a compiler that
+    was killed leaves a lock file for which torch would wait for ever, and only under our own lock is it known
+    to be a leftover.
     """
     folder = os.environ.get("TORCH_EXTENSIONS_DIR")
     with contextlib.ExitStack() as stack:

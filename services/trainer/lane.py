@@ -1,6 +1,8 @@
-"""One thread for everything that blocks in an engine: calls run in the order given, while the event loop lives on.
+"""One thread for everything that blocks in an engine: calls run in the order given, while the event loop
+lives on.
 
-The thread is a daemon: a call that is stuck in a collective (its peers are dead) does not keep the process alive.
+The thread is a daemon: a call that is stuck in a collective (its peers are dead) does not keep the process
+alive.
 """
 
 import asyncio

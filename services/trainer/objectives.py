@@ -1,11 +1,11 @@
 """Losses over response tokens, in plain torch. Shapes: T tokens of one micro-batch, flat; V the vocabulary.
 
-An objective is a function of (new log-probabilities, behaviour log-probabilities, advantages), each (T,), to a sum of
-losses over the tokens and what it saw. The caller divides by the response tokens of the whole batch (all ranks and
-micro-batches), which is DAPO's token-level loss: a long response counts by its tokens.
+An objective is a function of (new log-probabilities, behaviour log-probabilities, advantages), each (T,), to
+a sum of losses over the tokens and what it saw. The caller divides by the response tokens of the whole batch
+(all ranks and micro-batches), which is DAPO's token-level loss: a long response counts by its tokens.
 
-Both log-probabilities are of the *sampled* distribution, softmax(logits / temperature): vLLM reports processed
-log-probabilities, so the trainer scales its logits by the same temperature before it compares.
+Both log-probabilities are of the *sampled* distribution, softmax(logits / temperature): vLLM reports
+processed log-probabilities, so the trainer scales its logits by the same temperature before it compares.
 
 Sources: GRPO (arXiv 2402.03300), clip-higher and token-level loss (DAPO, arXiv 2503.14476), dual clip
 (arXiv 1912.09729).
@@ -53,10 +53,11 @@ def grpo_loss(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """The sum over tokens of -min(r*A, clip(r, 1 - clip_low, 1 + clip_high)*A), with r = exp(new - behaviour).
+    """The sum over tokens of -min(r*A, clip(r, 1 - clip_low, 1 + clip_high)*A), with r = exp(new -
+    behaviour).
 
-    Where A < 0 it is bounded by c*|A| (`DUAL_CLIP`): the guard against ratios that staleness or numerics blew up.
-    A token counts as clipped where it has no gradient.
+    Where A < 0 it is bounded by c*|A| (`DUAL_CLIP`): the guard against ratios that staleness or numerics blew
+    up. A token counts as clipped where it has no gradient.
 
     >>> # r = 1.5, A = 1, clip_high = 0.28: -1.28, clipped.  r = 5, A = -1: 3 (not 5), clipped.
     """

@@ -1,10 +1,11 @@
 """Samples shared out over ranks, and a rank's share cut into micro-batches. Pure.
 
-`share_out` balances tokens: longest sample first, each to the rank with the fewest tokens so far (LPT scheduling;
-the fullest rank has at most 4/3 - 1/(3W) of the tokens it would have in the best sharing). A micro-batch is padded on
-the right to its longest sample, so it costs `rows * longest` tokens; samples of like length go together. Under ZeRO-3
-every forward and backward pass gathers parameters from all ranks, so all ranks must run equally many: a rank with
-fewer micro-batches than `num_micro_batches` runs empty ones (`pad_with_empty`).
+`share_out` balances tokens: longest sample first, each to the rank with the fewest tokens so far (LPT
+scheduling; the fullest rank has at most 4/3 - 1/(3W) of the tokens it would have in the best sharing). A
+micro-batch is padded on the right to its longest sample, so it costs `rows * longest` tokens; samples of like
+length go together. Under ZeRO-3 every forward and backward pass gathers parameters from all ranks, so all
+ranks must run equally many: a rank with fewer micro-batches than `num_micro_batches` runs empty ones
+(`pad_with_empty`).
 """
 
 import heapq
@@ -46,8 +47,8 @@ def share_out(samples: Sequence[TrainSample], world_size: int, micro_batch_token
 
 
 def split(samples: Sequence[TrainSample], micro_batch_tokens: int) -> list[tuple[TrainSample, ...]]:
-    """Micro-batches of at most `micro_batch_tokens` padded tokens, longest first; a sample that is longer than that
-    is alone.
+    """Micro-batches of at most `micro_batch_tokens` padded tokens, longest first; a sample that is longer
+    than that is alone.
 
     >>> # lengths 5, 4, 3 and a budget of 10 -> (5, 4) = 2 rows of 5, then (3)
     """

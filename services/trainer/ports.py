@@ -1,7 +1,7 @@
 """What a rank needs of its training engine. The rank shell calls from one thread only, one call at a time.
 
-Every call is collective: all ranks make the same calls in the same order, but for `shard_boxes` and `copy_shard`,
-which touch this rank's memory only.
+Every call is collective: all ranks make the same calls in the same order, but for `shard_boxes` and
+`copy_shard`, which touch this rank's memory only.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from shared.weights.host_pool import MappedPool
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Of this rank's samples, but for `grad_norm` (of the whole gradient, before clipping). `loss` is this rank's
-    part of the batch loss: the ranks' parts sum to it."""
+    """Of this rank's samples, but for `grad_norm` (of the whole gradient, before clipping). `loss` is this
+    rank's part of the batch loss: the ranks' parts sum to it."""
 
     loss: float
     grad_norm: float
@@ -29,14 +29,19 @@ class StepStats:
 
 
 class TrainBackend(Protocol):
-    """States are on the device after `build`, `load` and `reload`; after `offload` they are in host memory."""
+    """States are on the device after `build`, `load` and `reload`; after `offload` they are in host
+    memory."""
 
     @property
     def is_built(self) -> bool: ...
 
     @property
     def step(self) -> int:
-        """Optimizer steps behind the parameters: their policy version."""
+        """Policy version of the parameters."""
+
+    @property
+    def tag(self) -> str | None:
+        """The checkpoint that the states are equal to ("" as built), or None after a step."""
 
     def build(self, pool: MappedPool) -> None:
         """A fresh model with this rank's shard copied out of `pool`, and an optimizer without history.
@@ -56,12 +61,14 @@ class TrainBackend(Protocol):
         """Everything `load` needs; on disk when it returns."""
 
     def train(
-        self, samples: Sequence[TrainSample], total_response_tokens: int, num_micro_batches: int
+        self, step: int, samples: Sequence[TrainSample], total_response_tokens: int, num_micro_batches: int
     ) -> StepStats:
-        """One optimizer step. `num_micro_batches` passes whatever the number of samples."""
+        """One optimizer step, from version `step` to the next. `num_micro_batches` passes whatever the number
+        of samples."""
 
     def offload(self) -> int:
-        """Optimizer state, fp32 masters, parameters and gradients off the device; the bytes that were moved."""
+        """Optimizer state, fp32 masters, parameters and gradients off the device; the bytes that were
+        moved."""
 
     def reload(self) -> int:
         """Back to the device; the bytes that were moved."""

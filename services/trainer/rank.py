@@ -5,9 +5,10 @@ import asyncio
 import contextlib
 import os
 import sys
+from typing import NoReturn
 
 from services.trainer.lane import Lane
-from services.trainer.rank_shell import RankShell
+from services.trainer.rank_shell import MeasuredBackend, RankShell
 from services.trainer.rendezvous import meet
 from shared.bus.process import ServiceContext, run_process
 from shared.errors import PivotError
@@ -35,12 +36,12 @@ async def serve_rank(ctx: ServiceContext, rank: int) -> None:
     stopping = asyncio.create_task(ctx.stopped())
     await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
-        _leave(ctx, 0)
+        _leave(0)
     generation, backend = starting.result()
 
     def on_broken(error: PivotError) -> None:
         ctx.log.error("this life of the ranks is over: %s", error.message)
-        _leave(ctx, 1)
+        _leave(1)
 
     gps = GpsClient(
         ctx.endpoints.http_url("gps"), token=ctx.token, name=f"rank-{rank}", deadline_s=GPS_DEADLINE_S
@@ -64,14 +65,14 @@ async def serve_rank(ctx: ServiceContext, rank: int) -> None:
         await stopping
     except Exception:
         ctx.log.exception("rank %d ends", rank)
-        _leave(ctx, 1)
+        _leave(1)
     if lane.is_idle:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(lane.call(backend.close)), CLOSE_GRACE_S)
-    _leave(ctx, 0)
+    _leave(0)
 
 
-def _start(ctx: ServiceContext, rank: int, world_size: int):  # type: ignore[no-untyped-def]
+def _start(ctx: ServiceContext, rank: int, world_size: int) -> tuple[str, MeasuredBackend]:
     """On the engine's thread: imports torch and DeepSpeed (seconds), then meets the other ranks."""
     from services.trainer.deepspeed_backend import BackendConfig, DeepSpeedBackend
 
@@ -93,7 +94,7 @@ def _start(ctx: ServiceContext, rank: int, world_size: int):  # type: ignore[no-
     return generation, DeepSpeedBackend(backend_config, store)
 
 
-def _leave(ctx: ServiceContext, code: int) -> None:
+def _leave(code: int) -> NoReturn:
     """Ends the process now: a thread in a collective, or a library's own teardown, may never come back."""
     sys.stdout.flush()
     sys.stderr.flush()

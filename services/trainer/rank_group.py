@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shared.bus.ports import Bus
 from shared.contracts.base import Message
@@ -52,9 +52,13 @@ class RankGroup:
             now_s = self._clock.now_s()
             if silent := [r for r, seen_s in self._seen_s.items() if now_s - seen_s > SILENCE_S]:
                 log.error("ranks %s are silent for %.0f s", silent, SILENCE_S)
-                self._seen_s.clear()
-                self.statuses.clear()
+                self.forget()
                 self._lost.set()
+
+    def forget(self) -> None:
+        """Believe none of the ranks until it reports again."""
+        self.statuses.clear()
+        self._seen_s.clear()
 
     async def lost(self) -> None:
         await self._lost.wait()
@@ -96,18 +100,17 @@ class RankGroup:
             for rank, message in enumerate(messages)
         ]
         lost = asyncio.create_task(self._lost.wait())
-        everyone = asyncio.gather(*asked)
+        everyone = asyncio.ensure_future(asyncio.gather(*asked))
+        waits: list[asyncio.Future[Any]] = [everyone, lost]
         try:
-            await asyncio.wait([everyone, lost], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if not everyone.done():
                 raise RanksLost(f"a rank was lost during {command!r}", phase=command)
             return await everyone
         finally:
-            lost.cancel()
-            everyone.cancel()
-            for task in asked:
+            for task in (*waits, *asked):
                 task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await asyncio.gather(*waits, *asked, return_exceptions=True)
 
     def phases(self) -> dict[int, str]:
         return {rank: status.phase for rank, status in sorted(self.statuses.items())}

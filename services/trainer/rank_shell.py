@@ -1,9 +1,9 @@
 """A rank's shell: commands of the trainer in, calls of its engine out, a heartbeat beside.
 
-One command runs at a time, in the order they came. An engine call that fails leaves the ranks out of step (the others
-may be waiting in a collective), so the error is answered and the process ends; the supervisor brings all ranks back
-together, and the trainer loads them from the last checkpoint. What fails outside the engine (GPS is away, a request
-that makes no sense) is answered only.
+One command runs at a time, in the order they came. An engine call that fails leaves the ranks out of step
+(the others may be waiting in a collective), so the error is answered and the process ends; the supervisor
+brings all ranks back together, and the trainer loads them from the last checkpoint. What fails outside the
+engine (GPS is away, a request that makes no sense) is answered only.
 """
 
 import asyncio
@@ -34,7 +34,16 @@ from shared.contracts.rank import (
     WritePolicy,
 )
 from shared.contracts.subjects import Subjects
-from shared.errors import Conflict, EngineError, InvalidRequest, NotFound, PivotError, WireError
+from shared.errors import (
+    Conflict,
+    EngineError,
+    InvalidRequest,
+    LayoutError,
+    NotFound,
+    PivotError,
+    UserError,
+    WireError,
+)
 from shared.runtime.clock import Clock
 from shared.weights.gps_client import GpsClient
 from shared.weights.host_pool import MappedPool, map_view
@@ -55,8 +64,8 @@ class MeasuredBackend(TrainBackend, Protocol):
 
 
 class RankShell:
-    """`incarnation` is `<generation>/<rank>`; the ranks of one life share the generation. `on_broken` is called once,
-    after the engine failed and the caller was told."""
+    """`incarnation` is `<generation>/<rank>`; the ranks of one life share the generation. `on_broken` is
+    called once, after the engine failed and the caller was told."""
 
     def __init__(
         self,
@@ -133,9 +142,12 @@ class RankShell:
         return handle
 
     async def _call(self, phase: str, work: Callable[..., T], *args: object) -> T:
-        """A call of the engine. Raises EngineError for whatever went wrong there; this life is then over."""
+        """A call of the engine. Raises the engine's refusals as they are (all ranks refuse alike), and
+        EngineError for whatever else went wrong there: this life is then over."""
         try:
             return await self._lane.call(work, *args)
+        except (UserError, LayoutError):
+            raise
         except Exception as error:
             log.exception("the engine failed in %s", phase)
             text = error.message if isinstance(error, PivotError) else f"{type(error).__name__}: {error}"
@@ -148,10 +160,15 @@ class RankShell:
     # commands
 
     async def _load(self, message: LoadCheckpoint) -> Message:
+        self._staged = {}
+        if (
+            self._backend.tag == message.tag
+        ):  # the trainer restarted, not this rank; the states may stay offloaded
+            return self.status()
         if not message.tag or not self._backend.is_built:
             async with self._policy() as (version, pool):
                 if not message.tag and version != 0:
-                    raise Conflict(
+                    raise NotFound(
                         f"a run that begins needs version 0 in GPS, which holds version {version}: "
                         "the checkpoint of that version is missing",
                         version=version,
@@ -159,7 +176,6 @@ class RankShell:
                 await self._call("load", self._backend.build, pool)
         if message.tag:
             await self._call("load", self._backend.load, message.tag)
-        self._staged = {}
         return self.status()
 
     @contextlib.asynccontextmanager
@@ -193,12 +209,17 @@ class RankShell:
 
     async def _train(self, message: TrainStep) -> Message:
         self._check_built()
-        if message.step != self._backend.step:
-            raise Conflict(f"step {message.step} was asked for after step {self._backend.step}")
+        if message.step < self._backend.step:
+            raise Conflict(f"step {message.step} is trained: the policy is at version {self._backend.step}")
         samples = self._staged_samples(message.step)
         started_s = self._clock.now_s()
         stats = await self._call(
-            "train", self._backend.train, samples, message.total_response_tokens, message.num_micro_batches
+            "train",
+            self._backend.train,
+            message.step,
+            samples,
+            message.total_response_tokens,
+            message.num_micro_batches,
         )
         self._staged = {}
         return RankStepped(

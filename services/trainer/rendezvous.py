@@ -1,7 +1,8 @@
-"""How the ranks of one life find each other: rank 0 opens a store and names it in `<run>/processes/ranks.json`.
+"""How the ranks of one life find each other: rank 0 opens a store and names it in
+`<run>/processes/ranks.json`.
 
-The file of an earlier life must never be used. It names the process that wrote it, by pid and start time, and ranks
-live and die together: a file whose writer is alive is this life's, any other is old and is waited out.
+The file of an earlier life must never be used. It names the process that wrote it, by pid and start time, and
+ranks live and die together: a file whose writer is alive is this life's, any other is old and is waited out.
 
     rank 0   removes the old file, opens a store on a free loopback port, writes the file (in one step)
     others   read until the file's writer is alive, then connect

@@ -13,12 +13,12 @@ One step, and what a crash at each point means:
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
 from services.trainer.advantages import Masked, Weighted, weigh
 from services.trainer.batches import Batch, BatchAssembler
-from shared.runtime.checkpoints import Checkpoint, Checkpoints
 from services.trainer.packing import share_out
 from services.trainer.rank_group import RankGroup, RanksLost
 from shared.bus.ports import Bus
@@ -42,8 +42,9 @@ from shared.contracts.rank import (
 from shared.contracts.reward import ScoredSample
 from shared.contracts.subjects import Subjects
 from shared.contracts.trainer import StepCompleted, TrainingActivity, TrainingTelemetry
-from shared.errors import Conflict, DeadlineExceeded
+from shared.errors import Conflict, DeadlineExceeded, EngineError, TransportError
 from shared.ids import Role
+from shared.runtime.checkpoints import Checkpoint, Checkpoints
 from shared.runtime.clock import Clock
 from shared.runtime.config import RunConfig
 from shared.runtime.journal import Journal
@@ -53,6 +54,7 @@ log = logging.getLogger("pivotrl.trainer")
 MOVE_DEADLINE_S = 110.0
 LOAD_DEADLINE_S = 600.0
 STEP_DEADLINE_S = 3600.0
+START_OVER_PAUSE_S = 1.0
 STAGE_PART_TOKENS = 400_000
 """Tokens per staging message; a token with its log-probability takes at most 14 bytes on the wire."""
 
@@ -118,27 +120,46 @@ class TrainerService:
         await self._bus.serve(self._subjects.shift(Role.TRAINING, "down"), self._on_shift_down)
 
     async def run_for_ever(self) -> None:
-        """Loads the ranks, trains whenever devices and a batch are there, and starts over when ranks are lost."""
+        """Loads the ranks, trains when devices and a batch are there, and starts over when ranks are lost.
+
+        GPS being away, or its readers being slow, costs a start over too. What no start over can mend (a
+        checkpoint that is gone, a model that does not fit its layout) ends the process.
+        """
         while True:
             try:
                 await self._load()
-                await asyncio.gather(self._train_for_ever(), self._fail_when_lost())
-            except (RanksLost, DeadlineExceeded) as error:
+                await self._train_until_lost()
+            except (EngineError, DeadlineExceeded, TransportError, Conflict) as error:
                 log.error("training starts over from its last checkpoint: %s", error.message)
+                self._ranks.forget()
                 self._set("starting", "waiting for ranks")
+                await asyncio.sleep(START_OVER_PAUSE_S)
 
-    async def _fail_when_lost(self) -> None:
-        await self._ranks.lost()
-        raise RanksLost("a rank was lost")
+    async def _train_until_lost(self) -> None:
+        """Raises what training raised, or RanksLost."""
+        training = asyncio.create_task(self._train_for_ever())
+        lost = asyncio.create_task(self._ranks.lost())
+        try:
+            await asyncio.wait([training, lost], return_when=asyncio.FIRST_COMPLETED)
+            if training.done():
+                training.result()
+            raise RanksLost("a rank was lost")
+        finally:
+            for task in (training, lost):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
 
     async def _load(self) -> None:
-        """Brings the ranks to the last checkpoint, GPS to its version, and the states to where the lease says."""
-        self._set("starting", "waiting for ranks")
+        """Brings the ranks to the last checkpoint, GPS to its version, and the states to where the lease
+        says.""" self._set("starting", "waiting for ranks")
         await self._ranks.wait_all()
         latest = self._checkpoints.latest()
         self._set("starting", f"loading {latest.tag or 'the initial policy'}")
         await self._ranks.ask("load", LoadCheckpoint(tag=latest.tag), RankStatus, deadline_s=LOAD_DEADLINE_S)
-        self.step = self.assembler.next_step = latest.step
+        self.step = latest.step
+        for seq in self.assembler.resume(latest.step):  # trained, and lost before they were discarded
+            await self._bus.discard(self._subjects.scored_stream, seq)
         self._journal.append({"event": "resumed", "step": latest.step})
         if await self._gps_version() < latest.step:
             self._set("starting", f"writing version {latest.step}")
@@ -223,6 +244,8 @@ class TrainerService:
             self._work.clear()
             while self._can_train():
                 async with self._moving:
+                    if not self._can_train():  # a shift down came first
+                        break
                     self._set("active", "")
                 await self._train(self.assembler.take())
             if self.holds_devices and self.activity == "active":
@@ -338,7 +361,9 @@ def _row(
     write_s: float,
 ) -> StepCompleted:
     samples = batch.samples
-    staleness = [sample_staleness(batch.step, s.trajectory.oldest_version) for s in samples]
+    staleness = [
+        sample_staleness(batch.step, s.trajectory.oldest_version) for s in samples if s.trajectory.versions
+    ]
     response_tokens = sum(r.response_tokens for r in stepped)
     return StepCompleted(
         step=batch.step + 1,
@@ -351,8 +376,8 @@ def _row(
             [s.verifiable_reward for s in samples if s.verifiable_reward is not None]
         ),
         genrm_reward_mean=_mean([s.genrm_reward for s in samples if s.genrm_reward is not None]),
-        staleness_max=max(staleness),
-        staleness_mean=sum(staleness) / len(staleness),
+        staleness_max=max(staleness, default=0),
+        staleness_mean=sum(staleness) / max(1, len(staleness)),
         response_tokens_mean=sum(len(s.trajectory.response_token_ids) for s in samples) / len(samples),
         loss=sum(r.loss for r in stepped),
         grad_norm=max((r.grad_norm for r in stepped), default=0.0),

@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
-import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
