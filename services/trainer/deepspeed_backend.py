@@ -1,11 +1,10 @@
 """DeepSpeed ZeRO-3 as a `TrainBackend`: bf16 parameters, fp32 masters, AdamW, one process per device.
 
-    build   the model is made under zero.Init, so no rank ever holds it whole; each rank copies the flat range
-    that
-            ZeRO gave it straight out of GPS's pool, and DeepSpeed makes the fp32 masters of that
+    build   the model is made under zero.Init, so no rank ever holds it whole; each rank copies the flat
+            range that ZeRO gave it out of GPS's pool, and DeepSpeed makes the fp32 masters of that
     train   per micro-batch one forward and one backward pass, which reduces into fp32; then one step.
-    DeepSpeed
-            averages gradients over ranks, the batch loss is a sum: each loss is multiplied by the world size
+            DeepSpeed averages gradients over ranks, the batch loss is a sum: each loss is multiplied by
+            the world size
     write   ZeRO's partition of a parameter is row-major and contiguous: rank r of W has
             [r*p, min((r+1)*p, numel)) with p = ceil(numel/W), and the pool takes it as it is
 
@@ -180,15 +179,15 @@ class DeepSpeedBackend:
         }
 
     def _check_layout(self, module: Any, pool: MappedPool) -> None:
-        """Raises LayoutError unless every parameter is a tensor of the pool (of tied ones, one name is
-        enough).""" names: dict[int, list[str]] = {}
+        """Raises LayoutError unless every parameter is in the pool (of tied ones, one name is enough)."""
+        names: dict[int, list[str]] = {}
         parameters = dict(module.named_parameters(remove_duplicate=False))
         for name, parameter in parameters.items():
             names.setdefault(id(parameter), []).append(name)
         known = set(pool.names)
         if missing := [group[0] for group in names.values() if not known & set(group)]:
             raise LayoutError(
-                f"{len(missing)} parameters of the model are no tensors of its checkpoint, {missing[0]} for one",
+                f"{len(missing)} parameters of the model are no tensors of its checkpoint: {missing[0]}, …",
                 parameters=missing[:8],
             )
         for name in known & parameters.keys():
@@ -203,8 +202,8 @@ class DeepSpeedBackend:
     # this rank's shard
 
     def _range(self, parameter: Any) -> tuple[int, int]:
-        """Start and count of this rank's elements; the count is 0 where a small parameter ends before
-        them.""" size = parameter.ds_tensor.ds_numel
+        """Start and count of this rank's elements; the count is 0 where a small parameter ends before."""
+        size = parameter.ds_tensor.ds_numel
         start = min(self._config.rank * size, parameter.ds_numel)
         return start, min(size, parameter.ds_numel - start)
 

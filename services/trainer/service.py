@@ -152,7 +152,8 @@ class TrainerService:
 
     async def _load(self) -> None:
         """Brings the ranks to the last checkpoint, GPS to its version, and the states to where the lease
-        says.""" self._set("starting", "waiting for ranks")
+        says."""
+        self._set("starting", "waiting for ranks")
         await self._ranks.wait_all()
         latest = self._checkpoints.latest()
         self._set("starting", f"loading {latest.tag or 'the initial policy'}")
