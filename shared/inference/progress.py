@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
-from shared.contracts.replica import TokenDelta
+from shared.contracts.replica import SequenceSpec, TokenDelta
 from shared.errors import PivotError
 from shared.inference.ports import SequenceKey
 
@@ -49,6 +49,19 @@ def merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:
 
 def key_of(delta: TokenDelta) -> SequenceKey:
     return delta.sequence_id, delta.attempt
+
+
+def refusal(spec: SequenceSpec, error: PivotError) -> TokenDelta:
+    """What is reported of a sequence that cannot run."""
+    return TokenDelta(
+        sequence_id=spec.sequence_id,
+        attempt=spec.attempt,
+        start=len(spec.generated_token_ids),
+        token_ids=(),
+        logprobs=(),
+        versions=(),
+        error=error.message,
+    )
 
 
 class ProgressBuffer:

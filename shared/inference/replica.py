@@ -52,7 +52,7 @@ from shared.errors import Conflict, EngineError, PivotError
 from shared.ids import ReplicaId, Role
 from shared.inference.engine_thread import EngineThread
 from shared.inference.ports import Engine, LoadSnapshot, SequenceKey, WeightSource
-from shared.inference.progress import ProgressOutbox, is_final, key_of
+from shared.inference.progress import ProgressOutbox, is_final, key_of, refusal
 from shared.inference.telemetry import ReplicaIdentity, Telemetry, send_forever
 
 log = logging.getLogger(__name__)
@@ -108,16 +108,7 @@ class ReplicaWorker:
             self._engine.submit(spec)
         except PivotError as error:
             log.warning("%s: sequence %s refused: %s", self.replica_id, spec.sequence_id, error)
-            refused = TokenDelta(
-                sequence_id=spec.sequence_id,
-                attempt=spec.attempt,
-                start=len(spec.generated_token_ids),
-                token_ids=(),
-                logprobs=(),
-                versions=(),
-                error=error.message,
-            )
-            return [refused]
+            return [refusal(spec, error)]
         return []
 
     async def abort(self, command: AbortSequences) -> SequencesAborted:

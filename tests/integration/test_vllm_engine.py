@@ -43,12 +43,6 @@ def core() -> str:
     return str(max(os.sched_getaffinity(0)))
 
 
-def in_child(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it in a fresh process: one engine at a time, and none leaves a trace in the next."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *args).result(timeout=200)
-
-
 def engine_for(folder: Path, dtype: str = "float32") -> VllmEngine:
     config = VllmEngineConfig(
         model=str(folder),
@@ -89,6 +83,16 @@ def fresh_engine_tokens(models: list[tuple[str, str]]) -> list[list[int]]:
     return found
 
 
+InChild = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def in_child() -> Iterator[InChild]:
+    """Calls a function in a process of its own, where it may build one engine after another."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=250)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
@@ -105,7 +109,7 @@ def second(models: Path) -> PoolView:
 
 
 @pytest.fixture(scope="module")
-def oracle(models: Path) -> dict[TinySpec, list[int]]:
+def oracle(models: Path, in_child: InChild) -> dict[TinySpec, list[int]]:
     specs = (FIRST, SECOND, TIED_OTHER, EXPERTS_OTHER)
     tokens = in_child(fresh_engine_tokens, [(str(write_model(spec, models)), spec.dtype) for spec in specs])
     return dict(zip(specs, tokens, strict=True))
@@ -274,7 +278,9 @@ def tokens_after_reads(families: list[tuple[str, str, list[PoolView]]]) -> list[
     return found
 
 
-def test_packed_weights_are_never_stale(models: Path, oracle: dict[TinySpec, list[int]]) -> None:
+def test_packed_weights_are_never_stale(
+    models: Path, oracle: dict[TinySpec, list[int]], in_child: InChild
+) -> None:
     """vLLM packs tied embeddings a second time for the head, and experts in a form of their own."""
     pairs = [(TIED, TIED_OTHER), (EXPERTS, EXPERTS_OTHER)]
     families = []
@@ -337,7 +343,7 @@ def loader_map_differences(folders: list[str], pool_folder: str) -> dict[str, li
     return differences
 
 
-def test_a_read_equals_vllms_own_loading_value_by_value(models: Path) -> None:
+def test_a_read_equals_vllms_own_loading_value_by_value(models: Path, in_child: InChild) -> None:
     """Dense and expert models, tied and untied, a padded vocabulary, whole and as each rank of two."""
     folders = [
         str(write_model(TinySpec(family=family, tie_word_embeddings=tied, num_layers=2), models))

@@ -15,15 +15,20 @@ the same interruption repeats exactly, but differs from the uninterrupted run af
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from shared.contracts.gps import PoolTensor, PoolView, TensorBox
 from shared.contracts.replica import SequenceSpec, TokenDelta
-from shared.errors import ConfigError, EngineError, InvalidRequest, PivotError
-from shared.inference.engines.vllm_requests import RunningRequest, finish_reason_of, request_id, resume_seed
+from shared.errors import ConfigError, EngineError, InvalidRequest
+from shared.inference.engines.vllm_requests import (
+    RunningRequest,
+    engine_errors,
+    finish_reason_of,
+    request_id,
+    resume_seed,
+)
 from shared.inference.ports import NO_VERSION, LoadSnapshot, ReadReport, SequenceKey
 
 WORKER_EXTENSION = "shared.inference.engines.vllm_worker.PivotWorkerExtension"
@@ -84,7 +89,7 @@ class VllmEngine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if is_cpu and config.cpu_cores:
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.cpu_cores
-        with _engine_errors("start"):
+        with engine_errors("start"):
             if is_cpu:
                 import torch._dynamo
 
@@ -126,7 +131,7 @@ class VllmEngine:
         self._running.clear()
         self._version = NO_VERSION
         if llm is not None:
-            with _engine_errors("close"):
+            with engine_errors("close"):
                 from vllm.distributed import cleanup_dist_env_and_memory
 
                 llm.engine_core.shutdown()
@@ -168,14 +173,14 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
         )
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"version-{self._version}"}
-        with _engine_errors(f"submit {identity}"):
+        with engine_errors(f"submit {identity}"):
             self._llm.add_request(identity, prompt, sampling)
         self._running[identity] = running
 
     def abort(self, keys: Sequence[SequenceKey]) -> list[TokenDelta]:
         wanted = {request_id(key): key for key in keys}
         running = [identity for identity in wanted if identity in self._running]
-        with _engine_errors("abort"):
+        with engine_errors("abort"):
             self._llm.abort_request(running)
         stopped = [self._running.pop(identity).delta((), (), self._version, None) for identity in running]
         finished = set(wanted.values()) - {(d.sequence_id, d.attempt) for d in stopped}
@@ -188,7 +193,7 @@ class VllmEngine:
         if not self._running:
             return deltas
         begin = time.perf_counter()
-        with _engine_errors("step"):
+        with engine_errors("step"):
             outputs = self._llm.step()
         for output in outputs:
             running = self._running.get(output.request_id)
@@ -212,7 +217,7 @@ class VllmEngine:
         if self.has_work():
             raise EngineError(f"{len(self._running)} sequences run: stop them before sleep")
         self._version = NO_VERSION
-        with _engine_errors("sleep"):
+        with engine_errors("sleep"):
             if self.config.device == "cpu":
                 self._llm.reset_prefix_cache()
                 measured = self._rpc("pivot_sleep_cpu")
@@ -238,7 +243,7 @@ class VllmEngine:
         if self._memory != "none":
             raise EngineError("awake already")
         self._memory = "partial"
-        with _engine_errors("wake"):
+        with engine_errors("wake"):
             if self.config.device == "cpu":
                 report = self._read(view)
                 self._rpc("pivot_wake_kv_cpu")
@@ -255,7 +260,7 @@ class VllmEngine:
     def refresh(self, view: PoolView, version: int) -> ReadReport:
         if self._version == NO_VERSION:
             raise EngineError("asleep: nothing to refresh")
-        with _engine_errors("refresh"):
+        with engine_errors("refresh"):
             self.map_layout(view)  # anything that cannot be mapped fails here, before a parameter is touched
             self._version = NO_VERSION
             report = self._read(view)
@@ -302,14 +307,3 @@ class VllmEngine:
 
 def _wire(tensors: Sequence[PoolTensor]) -> list[tuple[str, str, tuple[int, ...], int]]:
     return [(tensor.name, tensor.dtype, tensor.shape, tensor.offset_bytes) for tensor in tensors]
-
-
-@contextmanager
-def _engine_errors(phase: str) -> Iterator[None]:
-    """vLLM's exceptions as `EngineError`, ours as they are."""
-    try:
-        yield
-    except PivotError:
-        raise
-    except Exception as error:
-        raise EngineError(f"vLLM failed in {phase}: {type(error).__name__}: {error}", phase=phase) from error

@@ -1,10 +1,11 @@
-"""One sequence as vLLM knows it, and the way back from its outputs to token deltas."""
+"""One sequence as vLLM knows it, the way back from its outputs to token deltas, and its errors as ours."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from shared.contracts.replica import FinishReason, SequenceSpec, TokenDelta
-from shared.errors import EngineError
+from shared.errors import EngineError, PivotError
 from shared.inference.ports import SequenceKey
 
 
@@ -58,3 +59,14 @@ def finish_reason_of(reason: str | None) -> FinishReason | None:
     if reason == "length":
         return "length"
     raise EngineError(f"vLLM finished a sequence with {reason!r}")
+
+
+@contextmanager
+def engine_errors(phase: str) -> Iterator[None]:
+    """vLLM's exceptions as `EngineError`, ours as they are."""
+    try:
+        yield
+    except PivotError:
+        raise
+    except Exception as error:
+        raise EngineError(f"vLLM failed in {phase}: {type(error).__name__}: {error}", phase=phase) from error
