@@ -40,7 +40,8 @@ from shared.contracts.replica import (
 )
 from shared.errors import EngineError
 from shared.ids import ReplicaId, Role
-from shared.inference.engines.vllm_engine import VllmEngine, VllmEngineConfig
+from shared.inference.engines.vllm_config import VllmEngineConfig
+from shared.inference.engines.vllm_engine import VllmEngine
 from shared.inference.replica import ReplicaWorker
 from tests.support.tiny_model import TinySpec, write_pool, write_random_pool
 

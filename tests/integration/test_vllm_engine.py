@@ -23,7 +23,8 @@ from shared.contracts.replica import (
 )
 from shared.errors import ConfigError
 from shared.ids import ReplicaId, Role
-from shared.inference.engines.vllm_engine import VllmEngine, VllmEngineConfig
+from shared.inference.engines.vllm_config import VllmEngineConfig
+from shared.inference.engines.vllm_engine import VllmEngine
 from shared.inference.replica import ReplicaWorker
 from tests.support import engine_contract as contract
 from tests.support.tiny_model import TinySpec, write_model, write_pool
@@ -304,7 +305,8 @@ def loader_map_differences(folders: list[str], pool_folder: str) -> dict[str, li
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
 
-    from shared.inference.engines.vllm_worker import MappedPool, build_model
+    from shared.inference.engines.mapped_pool import MappedPool
+    from shared.inference.engines.vllm_worker import build_model
     from shared.weights.loader_map import LoaderMap
 
     differences: dict[str, list[str]] = {}

@@ -1,5 +1,7 @@
 """The simulated engine keeps the engine contract, in no time at all."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -101,3 +103,14 @@ def test_lengths_are_drawn_per_sequence_and_do_not_depend_on_company() -> None:
     assert {name: contract.tokens_of(deltas, name) for name in "abc"} == alone
     assert len({len(tokens) for tokens in alone.values()}) == 3
     assert {delta.finish_reason for delta in deltas} == {None, "stop"}
+
+
+def test_the_factory_makes_what_the_config_says_and_loads_no_engine_library() -> None:
+    script = (
+        "import sys; import shared.inference.replica; from shared.inference.engines import *; "
+        "vllm = VllmEngineConfig(model='m', kv_cache_memory_bytes=1, max_model_len=8); "
+        "print(*(type(create_engine(c)).__name__ for c in (vllm, SimulatedEngineConfig()))); "
+        "print({'torch', 'vllm', 'numpy'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.split("\n")[:2] == ["VllmEngine SimulatedEngine", "set()"]
