@@ -99,6 +99,10 @@ class DeepSpeedBackend:
         return self._engine is not None
 
     @property
+    def is_offloaded(self) -> bool:
+        return self._is_offloaded
+
+    @property
     def step(self) -> int:
         return self._step
 

@@ -36,6 +36,9 @@ class TrainBackend(Protocol):
     def is_built(self) -> bool: ...
 
     @property
+    def is_offloaded(self) -> bool: ...
+
+    @property
     def step(self) -> int:
         """Policy version of the parameters."""
 

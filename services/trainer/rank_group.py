@@ -16,6 +16,8 @@ from shared.runtime.clock import Clock
 M = TypeVar("M", bound=Message)
 log = logging.getLogger("pivotrl.trainer")
 SILENCE_S = 60.0
+AWAITS_LOAD, OFFLOADED = "waiting for load", "offloaded"
+"""Phases of a rank that keeps nothing on its device."""
 
 
 class RanksLost(EngineError):
@@ -111,6 +113,11 @@ class RankGroup:
             for task in (*waits, *asked):
                 task.cancel()
             await asyncio.gather(*waits, *asked, return_exceptions=True)
+
+    @property
+    def are_on_device(self) -> bool:
+        """Every rank that reported has its states on its device."""
+        return all(s.phase not in (AWAITS_LOAD, OFFLOADED) for s in self.statuses.values())
 
     def phases(self) -> dict[int, str]:
         return {rank: status.phase for rank, status in sorted(self.statuses.items())}

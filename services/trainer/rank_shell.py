@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from services.trainer.lane import Lane
 from services.trainer.ports import TrainBackend
+from services.trainer.rank_group import AWAITS_LOAD, OFFLOADED
 from shared.bus.ports import Bus
 from shared.contracts.base import Done, Message
 from shared.contracts.gps import ReadRequest, WriteCommit, WriteRequest
@@ -86,7 +87,7 @@ class RankShell:
         self._on_broken = on_broken
         self._one_at_a_time = asyncio.Lock()
         self._staged: dict[int, StageSamples] = {}
-        self._phase = "waiting for load"
+        self._phase = AWAITS_LOAD
         self._changed = asyncio.Event()
 
     async def serve(self) -> None:
@@ -125,6 +126,11 @@ class RankShell:
         self._phase = phase
         self._changed.set()
 
+    def _resting_phase(self) -> str:
+        if not self._backend.is_built:
+            return AWAITS_LOAD
+        return OFFLOADED if self._backend.is_offloaded else "on device"
+
     def _handler(
         self, kind: type[C], command: Callable[[C], Awaitable[Message]], phase: str
     ) -> Callable[[Message], Awaitable[Message]]:
@@ -132,12 +138,12 @@ class RankShell:
             if not isinstance(message, kind):
                 raise WireError(f"expected {kind.__name__}, got {type(message).__name__}")
             async with self._one_at_a_time:
-                before = self._phase
-                self._set(phase or before)
+                if phase:
+                    self._set(phase)
                 try:
                     return await command(message)
                 finally:
-                    self._set("idle" if phase else before)
+                    self._set(self._resting_phase())
 
         return handle
 

@@ -23,7 +23,7 @@ from services.trainer.packing import share_out
 from services.trainer.rank_group import RankGroup, RanksLost
 from shared.bus.ports import Bus
 from shared.contracts.base import Done, Message
-from shared.contracts.planner import ShiftStepDone
+from shared.contracts.planner import DeviceLease, ShiftStepDone
 from shared.contracts.rank import (
     CheckpointSaved,
     LoadCheckpoint,
@@ -48,6 +48,7 @@ from shared.runtime.checkpoints import Checkpoint, Checkpoints
 from shared.runtime.clock import Clock
 from shared.runtime.config import RunConfig
 from shared.runtime.journal import Journal
+from shared.runtime.topology import rank_devices
 from shared.scheduling.staleness import sample_staleness
 
 log = logging.getLogger("pivotrl.trainer")
@@ -84,6 +85,7 @@ class TrainerService:
         self._work = asyncio.Event()
         self._news = asyncio.Event()
         self._moving = asyncio.Lock()
+        self._is_fresh = True
 
     @property
     def finished(self) -> bool:
@@ -155,6 +157,9 @@ class TrainerService:
         says."""
         self._set("starting", "waiting for ranks")
         await self._ranks.wait_all()
+        if self._is_fresh:
+            self.holds_devices = self._ranks.are_on_device and await self._is_leased()
+            self._is_fresh = False
         latest = self._checkpoints.latest()
         self._set("starting", f"loading {latest.tag or 'the initial policy'}")
         await self._ranks.ask("load", LoadCheckpoint(tag=latest.tag), RankStatus, deadline_s=LOAD_DEADLINE_S)
@@ -173,6 +178,15 @@ class TrainerService:
         else:
             await self._ranks.ask("offload", OffloadStates(), RankMoved, deadline_s=LOAD_DEADLINE_S)
             self._set("idle", "")
+
+    async def _is_leased(self) -> bool:
+        """Whether all devices of the ranks are leased to training: an earlier life of this process held them."""
+        await self._bus.ensure_bucket(self._subjects.device_bucket)
+        for device in rank_devices(self._config):
+            found = await self._bus.kv_get(self._subjects.device_bucket, f"{device}", DeviceLease)
+            if found is None or found[0].owner != Role.TRAINING.value:
+                return False
+        return True
 
     async def follow_scored(self) -> None:
         stream = self._subjects.scored_stream
