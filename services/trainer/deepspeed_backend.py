@@ -18,6 +18,7 @@ import fcntl
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -431,6 +432,8 @@ def _build_kernels(kind: str) -> None:
     was killed leaves a lock file for which torch would wait for ever, and only under our own lock is it known
     to be a leftover.
     """
+    # ninja takes what another version of it built for stale: always the one of this environment
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     folder = os.environ.get("TORCH_EXTENSIONS_DIR")
     with contextlib.ExitStack() as stack:
         if folder is not None:

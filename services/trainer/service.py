@@ -180,7 +180,7 @@ class TrainerService:
             self._set("idle", "")
 
     async def _is_leased(self) -> bool:
-        """Whether all devices of the ranks are leased to training: an earlier life of this process held them."""
+        """Whether all devices of the ranks are leased to training: an earlier life of this held them."""
         await self._bus.ensure_bucket(self._subjects.device_bucket)
         for device in rank_devices(self._config):
             found = await self._bus.kv_get(self._subjects.device_bucket, f"{device}", DeviceLease)

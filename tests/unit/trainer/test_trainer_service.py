@@ -136,8 +136,6 @@ async def new_bus() -> tuple[MemoryBus, RankResponders]:
 async def trainer(
     folder: Path, bus: MemoryBus, ranks: RankResponders, *, wait: bool = True
 ) -> AsyncIterator[World]:
-    folder.mkdir(exist_ok=True)
-    (folder / "checkpoints").mkdir(exist_ok=True)
     clock = SystemClock()
     group = RankGroup(WORLD_SIZE, bus, SUBJECTS, clock)
     journal = Journal(folder / "trainer.jsonl")
@@ -145,9 +143,7 @@ async def trainer(
     async def gps_version() -> int:
         return ranks.gps_version
 
-    service = TrainerService(
-        config(), group, Checkpoints(folder / "checkpoints"), journal, gps_version, bus, SUBJECTS, clock
-    )
+    service = TrainerService(config(), group, Checkpoints(folder), journal, gps_version, bus, SUBJECTS, clock)
     await service.start()
     tasks = [asyncio.create_task(work) for work in (service.run_for_ever(), service.follow_scored())]
 
@@ -187,7 +183,7 @@ async def test_a_step_trains_saves_writes_journals_and_discards(tmp_path: Path) 
         trained = sorted(s for _, _, share in world.ranks.trained for s in share)
         assert trained == sorted(s.trajectory.sample_id for s in batch(0))
         assert world.ranks.gps_version == 1
-        assert Checkpoints(tmp_path / "checkpoints").latest().step == 1
+        assert Checkpoints(tmp_path).latest().step == 1
         assert await world.waiting_scored() == []
         (row,) = await world.rows()
         assert (row.step, row.num_samples, row.num_trained, row.num_unscored) == (1, 4, 4, 0)
