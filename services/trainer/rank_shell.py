@@ -46,6 +46,7 @@ from shared.errors import (
     WireError,
 )
 from shared.runtime.clock import Clock
+from shared.weights.dtypes import itemsize_of
 from shared.weights.gps_client import GpsClient
 from shared.weights.host_pool import MappedPool, map_view
 
@@ -260,13 +261,14 @@ class RankShell:
         pool = map_view(grant.view, writable=True)
         try:
             checksums = await self._call("write", self._backend.copy_shard, pool)
+            nbytes = sum(box.flat_count * itemsize_of(pool.tensor(box.tensor).dtype) for box in boxes)
         finally:
             pool.close()
         status = await self._gps.commit_write(grant.write_id, WriteCommit(writer=writer, checksums=checksums))
         return RankWrote(
             rank=self._rank,
             version=message.version,
-            nbytes=sum(box.flat_count for box in boxes) * 2,
+            nbytes=nbytes,
             committed=status.committed,
             duration_s=self._clock.now_s() - started_s,
         )

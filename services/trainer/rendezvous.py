@@ -71,6 +71,6 @@ def read_meeting(path: Path) -> Meeting | None:
     try:
         meeting = Meeting(**json.loads(path.read_text()))
         started = psutil.Process(meeting.pid).create_time()
-    except (FileNotFoundError, ValueError, psutil.NoSuchProcess):
+    except (FileNotFoundError, ValueError, TypeError, psutil.NoSuchProcess):
         return None
     return meeting if abs(started - meeting.started_unix_s) < 0.05 else None

@@ -1,0 +1,137 @@
+import random as random_module
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.trainer.advantages import group_advantages, weigh
+from services.trainer.batches import Batch, BatchAssembler
+from shared.contracts.reward import ScoredSample
+from shared.contracts.rollout import Trajectory
+from shared.ids import sample_id
+
+PROMPTS, GROUP = 2, 3
+
+
+def scored(prompt: int, sample: int, reward: float | None = 1.0, *, tokens: int = 2) -> ScoredSample:
+    trajectory = Trajectory(
+        sample_id=sample_id(prompt, sample),
+        prompt_index=prompt,
+        group_size=GROUP,
+        prompt_token_ids=(1,),
+        response_token_ids=(2,) * tokens,
+        logprobs=(-1.0,) * tokens,
+        versions=((0, tokens),),
+        finish_reason="stop",
+        prompt_text="",
+        response_text="",
+        task={},
+    )
+    return ScoredSample(
+        trajectory=trajectory,
+        reward=reward,
+        verifiable_reward=reward,
+        genrm_reward=None,
+        genrm_attempts=0,
+        genrm_tokens=0,
+        unscored_reason=None,
+    )
+
+
+def arrivals(seed: int, steps: int, repeats: int) -> Iterator[tuple[int, ScoredSample]]:
+    """All samples of `steps` batches in any order, some of them again under another place in the stream."""
+    random = random_module.Random(seed)
+    samples = [scored(p, k) for p in range(steps * PROMPTS) for k in range(GROUP)]
+    samples += [random.choice(samples) for _ in range(repeats)]
+    random.shuffle(samples)
+    yield from enumerate(samples, start=1)
+
+
+@given(st.integers(), st.integers(1, 4), st.integers(0, 10))
+def test_batches_are_whole_in_order_and_hold_every_sample_once(seed: int, steps: int, repeats: int) -> None:
+    assembler = BatchAssembler(PROMPTS, GROUP)
+    taken: list[Batch] = []
+    kept, refused = 0, 0
+    for seq, sample in arrivals(seed, steps, repeats):
+        if assembler.add(seq, sample):
+            kept += 1
+        else:
+            refused += 1
+        while assembler.is_ready():
+            batch = assembler.take()
+            assembler.trained(batch)
+            taken.append(batch)
+    assert [batch.step for batch in taken] == list(range(steps))
+    for batch in taken:
+        expected = [sample_id(batch.step * PROMPTS + p, k) for p in range(PROMPTS) for k in range(GROUP)]
+        assert [s.trajectory.sample_id for s in batch.samples] == expected
+        assert sorted(batch.groups) == [batch.step * PROMPTS + p for p in range(PROMPTS)]
+    assert (kept, refused) == (steps * PROMPTS * GROUP, repeats)
+    assert assembler.num_duplicates == repeats
+    assert len({seq for batch in taken for seq in batch.seqs}) == kept
+
+
+def test_a_batch_stays_until_it_is_trained() -> None:
+    assembler = BatchAssembler(1, 2)
+    assembler.add(1, scored(0, 0))
+    assert not assembler.is_ready()
+    assembler.add(2, scored(0, 1))
+    assert assembler.take() == assembler.take()
+
+
+def test_the_same_entry_delivered_again_is_no_duplicate() -> None:
+    assembler = BatchAssembler(1, 2)
+    assert assembler.add(5, scored(0, 0))
+    assert assembler.add(5, scored(0, 0))
+    assert not assembler.add(6, scored(0, 0))
+    assert (assembler.num_duplicates, assembler.collected()) == (1, 1)
+
+
+def test_resuming_drops_what_earlier_steps_trained() -> None:
+    assembler = BatchAssembler(1, 2)
+    for seq, (prompt, sample) in enumerate([(0, 0), (1, 0), (0, 1), (2, 1)]):
+        assembler.add(seq, scored(prompt, sample))
+    assert sorted(assembler.resume(1)) == [0, 2]
+    assert (assembler.next_step, assembler.collected()) == (1, 1)
+    assert not assembler.add(9, scored(0, 0))
+
+
+rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=8)
+
+
+@given(rewards)
+def test_advantages_sum_to_nothing_and_keep_the_order(rewards: list[float]) -> None:
+    advantages = group_advantages(rewards)
+    assert sum(advantages) == pytest.approx(0, abs=1e-6)
+    order = sorted(range(len(rewards)), key=lambda i: rewards[i])
+    assert all(advantages[a] <= advantages[b] + 1e-9 for a, b in pairwise(order))
+
+
+def test_advantages_by_hand() -> None:
+    assert group_advantages([1.0, 0.0]) == [pytest.approx(1, abs=1e-5), pytest.approx(-1, abs=1e-5)]
+    assert group_advantages([0.5, 0.5, 0.5]) == [0, 0, 0]
+
+
+outcomes = st.lists(
+    st.tuples(st.one_of(st.none(), st.floats(0, 2)), st.integers(0, 2)), min_size=GROUP, max_size=GROUP
+)
+
+
+@given(st.lists(outcomes, min_size=1, max_size=4))
+def test_every_sample_is_weighted_or_masked_once(groups: list[list[tuple[float | None, int]]]) -> None:
+    samples = tuple(
+        scored(p, k, reward, tokens=tokens)
+        for p, group in enumerate(groups)
+        for k, (reward, tokens) in enumerate(group)
+    )
+    weighted, masked = weigh(Batch(0, samples, tuple(range(len(samples)))))
+    seen = [w.sample.trajectory.sample_id for w in weighted] + [m.sample.trajectory.sample_id for m in masked]
+    assert sorted(seen) == sorted(s.trajectory.sample_id for s in samples)
+    for entry in weighted:
+        assert entry.sample.reward is not None
+        assert entry.sample.trajectory.response_token_ids
+    per_group = [w.sample.trajectory.prompt_index for w in weighted]
+    assert all(per_group.count(p) >= 2 for p in set(per_group))
+    assert all(m.reason for m in masked)
