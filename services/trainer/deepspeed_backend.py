@@ -81,6 +81,7 @@ class DeepSpeedBackend:
         self._device = torch.device("cuda", 0) if config.kind == "cuda" else torch.device("cpu")
         self._engine: Any = None
         self._is_offloaded = False
+        self._gradient_bytes = 0
         self._step = 0
         self._tag: str | None = None
         self._boxes: tuple[TensorBox, ...] = ()
@@ -127,6 +128,7 @@ class DeepSpeedBackend:
             self._engine, *_ = self._deepspeed.initialize(
                 model=module, model_parameters=list(module.parameters()), config=self._ds_config(module)
             )
+            _restore_rotary_precision(module)
         else:
             self._reset(pool)
         self._boxes = tuple(self._find_boxes(pool))
@@ -338,17 +340,17 @@ class DeepSpeedBackend:
     # device and host
 
     def _states(self) -> Iterator[torch.Tensor]:
-        """What `offload` moves, as far as it exists."""
+        """What `offload` moves to the host, as far as it exists."""
         optimizer = self._engine.optimizer
         yield from optimizer.fp32_partitioned_groups_flat
         for state in optimizer.optimizer.state.values():
             yield from (state[key] for key in ("exp_avg", "exp_avg_sq") if key in state)
         yield optimizer.lp_param_buffer
-        yield optimizer.grad_partitions_flat_buffer
 
     def offload(self) -> int:
-        """On CUDA the device bytes that became free. On CPU device and host are one memory and nothing
-        becomes free but the reduction bucket: the bytes of the state tensors that were found on the host."""
+        """On CUDA the device bytes that became free. On CPU device and host are one memory: gradients and the
+        reduction bucket are freed, the rest stays where it is; the answer is the bytes of the gradients and
+        of the states that were found on the host. What the process still takes, `resident_bytes` says."""
         if self._is_offloaded or self._engine is None:
             return 0
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
@@ -359,28 +361,33 @@ class DeepSpeedBackend:
                 State.optim_states,
                 State.hp_params,
                 State.lp_params,
-                State.lp_grads,
                 State.contiguous_grad_buffer,
             ],
             pin_memory=self._config.kind == "cuda",
             non_blocking=False,
         )
+        # gradients are dead between steps: their memory goes, their views stay
+        gradients = self._engine.optimizer.grad_partitions_flat_buffer.untyped_storage()
+        self._gradient_bytes = int(gradients.nbytes())
+        gradients.resize_(0)
         self._is_offloaded = True
         self._trim()
         if self._config.kind == "cuda":
             return before - self._allocated()
-        return sum(state.nbytes for state in self._states() if state.device.type == "cpu")
+        return self._gradient_bytes + sum(int(s.nbytes) for s in self._states() if s.device.type == "cpu")
 
     def reload(self) -> int:
         if not self._is_offloaded:
             return 0
         before = self._allocated()
         self._engine.reload_states(non_blocking=False)
+        gradients = self._engine.optimizer.grad_partitions_flat_buffer.untyped_storage()
+        gradients.resize_(self._gradient_bytes)
         self._is_offloaded = False
         if self._config.kind == "cuda":
             torch.cuda.synchronize()
             return self._allocated() - before
-        return sum(state.nbytes for state in self._states())
+        return self._gradient_bytes + sum(int(state.nbytes) for state in self._states())
 
     def _allocated(self) -> int:
         return int(torch.cuda.memory_allocated()) if self._config.kind == "cuda" else 0
@@ -425,6 +432,18 @@ class DeepSpeedBackend:
     def close(self) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _restore_rotary_precision(module: Any) -> None:
+    """Rotary frequencies back to fp32: zero.Init and DeepSpeed's bf16 mode cast every buffer to bf16, which turns
+    late positions by the wrong angle, and the engines that generate keep them in fp32."""
+    for part in module.modules():
+        if "inv_freq" in part._buffers:
+            device = part.inv_freq.device
+            for name, buffer in type(part)(part.config)._buffers.items():
+                part._buffers[name] = buffer.to(device)
+    if cast := sorted({n for n, b in module.named_buffers() if b.dtype == torch.bfloat16}):
+        log.warning("buffers in bfloat16, not as the model made them: %s", ", ".join(cast))
 
 
 def _build_kernels(kind: str) -> None:

@@ -70,8 +70,8 @@ class TrainBackend(Protocol):
         of samples."""
 
     def offload(self) -> int:
-        """Optimizer state, fp32 masters, parameters and gradients off the device; the bytes that were
-        moved."""
+        """Optimizer state, fp32 masters and parameters off the device, gradients dropped; the bytes that were
+        moved or dropped."""
 
     def reload(self) -> int:
         """Back to the device; the bytes that were moved."""
