@@ -435,8 +435,8 @@ class DeepSpeedBackend:
 
 
 def _restore_rotary_precision(module: Any) -> None:
-    """Rotary frequencies back to fp32: zero.Init and DeepSpeed's bf16 mode cast every buffer to bf16, which turns
-    late positions by the wrong angle, and the engines that generate keep them in fp32."""
+    """Rotary frequencies back to fp32: zero.Init and DeepSpeed's bf16 mode cast every buffer to bf16. That
+    turns late positions by a wrong angle, and the engines that generate keep them in fp32."""
     for part in module.modules():
         if "inv_freq" in part._buffers:
             device = part.inv_freq.device
@@ -449,8 +449,7 @@ def _restore_rotary_precision(module: Any) -> None:
 def _build_kernels(kind: str) -> None:
     """Compiles what DeepSpeed wants compiled, or finds it compiled. One process at a time: a compiler that
     was killed leaves a lock file for which torch would wait for ever, and only under our own lock is it known
-    to be a leftover.
-    """
+    to be a leftover."""
     # ninja takes what another version of it built for stale: always the one of this environment
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     folder = os.environ.get("TORCH_EXTENSIONS_DIR")

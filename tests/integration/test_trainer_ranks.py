@@ -288,10 +288,10 @@ async def test_two_ranks_train_move_write_continue_and_come_back(tmp_path: Path)
             print(
                 f"loss {sum(s.loss for s in answers):.5f} / {loss:.5f}, norm {answers[0].grad_norm} / {norm}"
             )
-            assert sum(s.loss for s in answers) == pytest.approx(loss, rel=0.02, abs=1e-3)
+            assert sum(s.loss for s in answers) == pytest.approx(loss, rel=0.002)
             assert answers[0].grad_norm == pytest.approx(norm, rel=0.02)
-        assert_same_update(initial, first, expected[0][2], 0.97)
-        assert_same_update(first, after_move, expected[1][2], 0.88)
+        assert_same_update(initial, first, expected[0][2], 0.99)
+        assert_same_update(first, after_move, expected[1][2], 0.98)
 
         os.kill(ranks.supervisor.pids["rank-1"], signal.SIGKILL)
         await asyncio.wait_for(ranks.group.lost(), 60)
