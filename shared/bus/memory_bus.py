@@ -1,12 +1,12 @@
-"""The bus inside one process: for tests and simulations of whole services. Every message still goes through the
-codec, so what would not survive the wire does not survive here either."""
+"""The bus inside one process: for tests and simulations of whole services. Every message still goes through
+the codec, so what would not survive the wire does not survive here either."""
 
 import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shared.bus.ports import CommandHandler, EventHandler, Stored, Subscription
 from shared.contracts import codec
@@ -36,7 +36,7 @@ class MemoryBus:
         self._buckets: dict[str, dict[str, tuple[codec.Encoded, int]]] = defaultdict(dict)
         self._watchers: dict[tuple[str, str], list[asyncio.Queue[codec.Encoded]]] = defaultdict(list)
         self._revision = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.handler_errors = 0
 
     async def publish(self, subject: str, message: Message) -> None:
@@ -68,8 +68,12 @@ class MemoryBus:
         copy = self._wire(message)
         if handler is None:
             raise NoResponder(role=role, peer=peer, phase=phase, deadline_s=deadline_s)
+        # As over a network: the peer does not learn that its caller gave up.
+        answering = asyncio.ensure_future(_answer(handler, copy))
+        self._tasks.add(answering)
+        answering.add_done_callback(self._tasks.discard)
         try:
-            answer = await asyncio.wait_for(_answer(handler, copy), deadline_s)
+            answer = await asyncio.wait_for(asyncio.shield(answering), deadline_s)
         except TimeoutError:
             raise late from None
         encoded = self._encode(answer)
@@ -113,7 +117,8 @@ class MemoryBus:
         stream = self._stream(spec)
         while True:
             async with stream.grew:
-                await stream.grew.wait_for(lambda: stream.last_seq > after_seq)
+                while stream.last_seq <= after_seq:
+                    await stream.grew.wait()
             for seq in range(after_seq + 1, stream.last_seq + 1):
                 after_seq = seq
                 entry = stream.stored.get(seq)

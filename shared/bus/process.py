@@ -73,8 +73,8 @@ class ServiceContext:
         self._stop.set()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task that lives as long as the process. If it raises, the process ends with that error: the supervisor
-        starts a fresh one, which is better than a half-living one."""
+        """A task that lives as long as the process. If it raises, the process ends with that error: the
+        supervisor starts a fresh one, which is better than a half-living one."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
