@@ -92,7 +92,8 @@ def _draw(timeline: Timeline, path: Path, now_s: float, title: str) -> None:
         if not event.shift_id.startswith("start-"):
             colour = "#cc3311" if event.phase == "failed" else "#333333"
             bottom.axvline(event.now_s - zero_s, color=colour, linewidth=0.7, linestyle=":")
-    times = [row[0] - zero_s for row in timeline.throughput]
+    rows = [row for row in timeline.throughput if row[0] >= zero_s]
+    times = [row[0] - zero_s for row in rows]
     for column, role in ((1, "rollout"), (2, "reward")):
         bottom.plot(
             times,

@@ -28,7 +28,7 @@ from shared.runtime.config import RunConfig, load_config
 from shared.runtime.run_folder import Endpoints, RunFolder, choose_endpoints
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-console = Console()
+console = Console() if sys.stdout.isatty() else Console(width=140)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="the run's YAML")]
 SetOption = Annotated[list[str], typer.Option("--set", help="KEY=VALUE over the YAML, e.g. policy=colocated")]

@@ -288,7 +288,7 @@ def main() -> int:
             VllmEngineConfig(
                 model=model,
                 kv_cache_memory_bytes=kv_bytes,
-                max_model_len=4096 if options.device == "cuda" else 2048,
+                max_model_len=2048,
                 max_num_seqs=64,
                 device=options.device,
                 tensor_parallel_size=options.tp,
