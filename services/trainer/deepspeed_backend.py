@@ -428,6 +428,8 @@ class DeepSpeedBackend:
         torch.set_rng_state(state["pivotrl"]["random"]["cpu"])
         if self._config.kind == "cuda":
             torch.cuda.set_rng_state(state["pivotrl"]["random"]["cuda"])
+        del state
+        self._trim()  # the files were read whole
 
     def close(self) -> None:
         if torch.distributed.is_initialized():

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import warnings
 from typing import NoReturn
 
 from services.trainer.lane import Lane
@@ -74,6 +75,8 @@ async def serve_rank(ctx: ServiceContext, rank: int) -> None:
 
 def _start(ctx: ServiceContext, rank: int, world_size: int) -> tuple[str, MeasuredBackend]:
     """On the engine's thread: imports torch and DeepSpeed (seconds), then meets the other ranks."""
+    # DeepSpeed calls collectives by their old names, which torch says again at every step
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     from services.trainer.deepspeed_backend import BackendConfig, DeepSpeedBackend
 
     config = ctx.config

@@ -39,7 +39,7 @@ class LocalRun:
         self.config, self.folder = config, folder
         self._on_phase = on_phase
         self._stop = asyncio.Event()
-        self._ready = 0
+        self._ready: set[str] = set()
         self.supervisor: Supervisor | None = None
         self.endpoints: Endpoints | None = None
         self.started_s = time.monotonic()
@@ -174,10 +174,10 @@ class LocalRun:
         pids = {"supervisor": os.getpid(), **self.supervisor.pids}
         (self.folder.path / "supervisor.json").write_text(json.dumps(pids))
         if event == "ready":
-            self._ready += 1
-        total = len(self.supervisor.names)
+            self._ready.add(name)
         if event in ("starting", "ready"):
-            self._on_phase("start", min(self._ready, total), total, f"{name} {event} {detail}".strip())
+            total = len(self.supervisor.names)
+            self._on_phase("start", len(self._ready), total, f"{name} {event} {detail}".strip())
         elif event in ("died", "restarting"):
             self._on_phase("event", 0, 0, f"{name} {event} {detail}".strip())
 

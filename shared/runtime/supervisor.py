@@ -78,8 +78,7 @@ class Supervisor:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Processes that say when they are ready."""
-        return tuple(name for name, member in self._members.items() if member.spec.ready_file is not None)
+        return tuple(self._members)
 
     @property
     def pids(self) -> dict[str, int]:
