@@ -39,9 +39,8 @@ class Timeline:
                 self._set(device, SHIFTING, event.now_s)
             return
         self.shifts.append(event)
-        up = self._devices_up(event) if event.phase == "completed" else {}
         for device in event.devices:
-            self._set(device, up.get(device, FREE), event.now_s)
+            self._set(device, self._role_of(event.holders.get(device, "")), event.now_s)
 
     def sample(self, now_s: float, rollout: float, reward: float, training: float) -> None:
         self.throughput.append((now_s, rollout, reward, training))
@@ -61,14 +60,10 @@ class Timeline:
     def shift_seconds(self) -> float:
         return sum(event.duration_s for event in self.shifts)
 
-    def _devices_up(self, event: ShiftEvent) -> dict[int, str]:
-        if event.training_up:
-            return {int(d): Role.TRAINING.value for d in self.cluster.training_devices}
-        return {
-            int(device): event.up_role.value
-            for name in event.up_replicas
-            for device in self.cluster.slot(ReplicaId(name)).devices
-        }
+    def _role_of(self, holder: str) -> str:
+        if holder in ("", Role.TRAINING.value):
+            return holder or FREE
+        return self.cluster.slot(ReplicaId(holder)).role.value
 
     def _set(self, device: int, owner: str, now_s: float) -> None:
         if device in self._open:

@@ -5,7 +5,8 @@
     a donor that will not go down   → the donors are brought up again; nothing has changed
     a receiver that does not come up → its devices are left free, its sequences stay in the queue
 
-Every wait has the shift's deadline; the outcome says what each half took and which allocation is real now.
+Every wait has the shift's deadline; the outcome says what each half took and which allocation is real now. Leases
+always end as that allocation says, and a broker that does not take an event stops no shift.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from shared.bus.ports import Bus
 from shared.contracts.base import Message
 from shared.contracts.planner import ShiftDown, ShiftEvent, ShiftPhase, ShiftStepDone, ShiftUp
 from shared.contracts.subjects import Subjects
-from shared.errors import PivotError
+from shared.errors import PivotError, ShiftFailed
 from shared.ids import DeviceId, ReplicaId, Role
 from shared.planning.cluster import Allocation, ClusterSpec
 from shared.planning.plan import Direction, ShiftPlan
@@ -76,6 +77,7 @@ class ShiftExecutor:
         except PivotError as error:
             outcome.reason = error.message
             log.error("shift %s failed: %s", plan.id, error.message)
+            await self._settle(plan, outcome.allocation)
         phase: ShiftPhase = "failed" if outcome.reason else "completed"
         await self._tell(
             plan, phase, started_s, detail=outcome.reason, outcome=outcome, expected_gain=expected_gain
@@ -86,11 +88,8 @@ class ShiftExecutor:
 
     async def _down(self, plan: ShiftPlan, outcome: Outcome) -> None:
         donors = self._donors(plan)
-        taken: list[tuple[str, frozenset[DeviceId]]] = []
+        await self._lease(donors, plan.id)
         try:
-            for owner, devices in donors:
-                await self._leases.move(devices, expected=owner, to=plan.id)
-                taken.append((owner, devices))
             steps = [
                 self._command(plan, role, "down", replicas)
                 for role, replicas in self._by_role(plan.down_replicas)
@@ -105,11 +104,34 @@ class ShiftExecutor:
                 outcome.duration_s[role, Direction.DOWN] = done.duration_s
                 outcome.freed_bytes += done.freed_bytes
         except PivotError:
-            await self._undo_down(plan, taken, outcome)
+            await self._undo_down(plan, donors, outcome)
             raise
-        for _, devices in taken:
+        for _, devices in donors:
             await self._leases.move(devices, expected=plan.id, to=FREE)
         outcome.allocation = plan.apply_down(outcome.allocation)
+
+    async def _lease(self, holders: list[tuple[str, frozenset[DeviceId]]], to: str) -> None:
+        """All of it or nothing."""
+        taken: list[tuple[str, frozenset[DeviceId]]] = []
+        try:
+            for owner, devices in holders:
+                await self._leases.move(devices, expected=owner, to=to)
+                taken.append((owner, devices))
+        except PivotError:
+            for owner, devices in taken:
+                await self._leases.move(devices, expected=to, to=owner)
+            raise
+
+    async def _settle(self, plan: ShiftPlan, allocation: Allocation) -> None:
+        """Leases of the plan's devices as `allocation` says, wherever the shift stopped."""
+        own = {plan.id, *map(str, plan.up_replicas), *([Role.TRAINING.value] if plan.training_up else [])}
+        try:
+            for device, holder in (await self._leases.owners(plan.devices)).items():
+                owner = str(allocation.owner_of(device, self._cluster) or FREE)
+                if holder in own and holder != owner:
+                    await self._leases.move([device], expected=holder, to=owner)
+        except PivotError as error:
+            log.error("%s: leases are not settled: %s", plan.id, error.message)
 
     async def _undo_down(
         self, plan: ShiftPlan, taken: list[tuple[str, frozenset[DeviceId]]], outcome: Outcome
@@ -137,11 +159,7 @@ class ShiftExecutor:
         if plan.training_up:
             devices = self._cluster.training_devices
             await self._leases.move(devices, expected=FREE, to=Role.TRAINING.value)
-            try:
-                _, done = await self._command(plan, Role.TRAINING, "up", ())
-            except PivotError:
-                await self._leases.move(devices, expected=Role.TRAINING.value, to=FREE)
-                raise
+            _, done = await self._command(plan, Role.TRAINING, "up", ())
             outcome.duration_s[Role.TRAINING, Direction.UP] = done.duration_s
             outcome.allocation = Allocation(outcome.allocation.active, True)
             return
@@ -149,12 +167,7 @@ class ShiftExecutor:
         for role, replicas in self._by_role(plan.up_replicas):
             for replica in replicas:
                 await self._leases.move(self._cluster.slot(replica).devices, expected=FREE, to=replica)
-            try:
-                _, done = await self._command(plan, role, "up", replicas)
-            except PivotError:
-                for replica in replicas:
-                    await self._leases.move(self._cluster.slot(replica).devices, expected=replica, to=FREE)
-                raise
+            _, done = await self._command(plan, role, "up", replicas)
             outcome.duration_s[role, Direction.UP] = done.duration_s
             outcome.read_bytes += done.read_bytes
             failed += done.failed_replicas
@@ -162,10 +175,8 @@ class ShiftExecutor:
             outcome.allocation = Allocation(
                 outcome.allocation.active | set(up), outcome.allocation.training_holds
             )
-        for name in failed:
-            await self._leases.move(self._cluster.slot(ReplicaId(name)).devices, expected=name, to=FREE)
         if failed:
-            outcome.reason = f"{', '.join(failed)} did not come up"
+            raise ShiftFailed(f"{', '.join(failed)} did not come up")
 
     # Small things
 
@@ -226,9 +237,17 @@ class ShiftExecutor:
             freed_bytes=outcome.freed_bytes if outcome else 0,
             read_bytes=outcome.read_bytes if outcome else 0,
             expected_gain_tokens_per_s=expected_gain,
+            holders=self._holders(plan, outcome.allocation) if outcome else {},
         )
         self.on_event(event)
-        await self._bus.append(self._subjects.shift_event(plan.id), event)
+        try:
+            await self._bus.append(self._subjects.shift_event(plan.id), event)
+        except PivotError as error:
+            log.warning("%s: event %s is not on the bus: %s", plan.id, phase, error.message)
+
+    def _holders(self, plan: ShiftPlan, allocation: Allocation) -> dict[int, str]:
+        owners = {device: allocation.owner_of(device, self._cluster) for device in plan.devices}
+        return {int(device): str(owner or FREE) for device, owner in owners.items()}
 
 
 def _up_plan(plan_id: str, role: Role, replicas: tuple[ReplicaId, ...], cluster: ClusterSpec) -> ShiftPlan:

@@ -15,7 +15,7 @@ from shared.contracts.base import Message
 from shared.contracts.monitor import RoleWorkload, WorkloadPublished
 from shared.contracts.planner import PlanPublished, ShiftEvent
 from shared.contracts.subjects import Subjects
-from shared.errors import InvalidRequest, NotFound
+from shared.errors import InvalidRequest, NotFound, PivotError
 from shared.ids import ReplicaId, Role
 from shared.planning.cluster import Allocation, ClusterSpec
 from shared.planning.config import PlannerConfig
@@ -105,13 +105,13 @@ class PlannerService:
         """
         fixed = {"policy", "rollout", "reward"}
         known = {f.name for f in dataclasses.fields(PlannerConfig)} - fixed
-        for name in changes:
+        for name, value in changes.items():
             if name not in known:
                 raise InvalidRequest(name, "cannot be changed", f"Settings: {', '.join(sorted(known))}")
-        try:
-            self.config = dataclasses.replace(self.config, **changes)
-        except TypeError as error:
-            raise InvalidRequest(",".join(changes), str(error)) from error
+            wanted = type(getattr(self.config, name))
+            if type(value) is not wanted and not (wanted is float and type(value) is int):
+                raise InvalidRequest(name, f"{value!r} is no {wanted.__name__}", "Give a value of its type")
+        self.config = dataclasses.replace(self.config, **changes)
         await self._step(ConfigChanged(self.config))
         return self.config
 
@@ -177,17 +177,18 @@ class PlannerService:
         plan_id = record.plan.id if record.plan else f"none-{self._num_records}"
         values = plain(record)
         self.plans.append({"plan_id": plan_id, **values})
-        await self._bus.append(
-            self._subjects.plan,
-            PlanPublished(
-                plan_id=plan_id,
-                now_s=record.at_s,
-                chosen=record.plan is not None,
-                reason=record.reason,
-                up_role=record.up_role,
-                record=values,
-            ),
+        published = PlanPublished(
+            plan_id=plan_id,
+            now_s=record.at_s,
+            chosen=record.plan is not None,
+            reason=record.reason,
+            up_role=record.up_role,
+            record=values,
         )
+        try:
+            await self._bus.append(self._subjects.plan, published)
+        except PivotError as error:  # the shift that follows matters more than its record
+            log.warning("plan %s is not on the bus: %s", plan_id, error.message)
 
     def _record(self, now_s: float, event: PlannerEvent, effects: list[PlannerEffect]) -> None:
         """One line per decision, from which the policy can be replayed."""

@@ -2,6 +2,8 @@
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from shared.contracts.base import Message
 from shared.ids import Role
 
@@ -39,6 +41,8 @@ class ShiftEvent(Message):
     freed_bytes: int = 0
     read_bytes: int = 0
     expected_gain_tokens_per_s: float = 0.0
+    holders: dict[int, str] = Field(default_factory=dict)
+    """Of each device once the shift is over, done or failed: a replica, `training`, or "" for nobody."""
 
     def summary(self) -> str:
         ups = ", ".join(self.up_replicas) or ("training" if self.training_up else "-")
@@ -81,7 +85,8 @@ class ShiftStepDone(Message):
     failed_replicas: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        return f"done in {self.duration_s:.2f} s, freed {self.freed_bytes / 2**20:.0f} MiB, read {self.read_bytes / 2**20:.0f} MiB"
+        freed, read = self.freed_bytes / 2**20, self.read_bytes / 2**20
+        return f"done in {self.duration_s:.2f} s, freed {freed:.0f} MiB, read {read:.0f} MiB"
 
 
 class DeviceLease(Message):

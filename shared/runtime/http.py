@@ -34,7 +34,8 @@ def make_app(
     @app.middleware("http")
     async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         if request.method not in _SAFE_METHODS:
-            if token and not hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {token}"):
+            given = request.headers.get("authorization", "").encode()
+            if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
                 return _error(
                     401, "unauthorized", "this call needs the run's bearer token (see run.json)", {}
                 )

@@ -132,6 +132,11 @@ class SimulatedReplica:
         self._served: list[Subscription] = []
         self._life: asyncio.Task[None] | None = None
 
+    @property
+    def is_awake(self) -> bool:
+        """Holds memory of its devices."""
+        return self.is_alive and self.worker is not None and self.worker.state in ("waking", "awake")
+
     async def start(self) -> None:
         assert not self.is_alive
         self.is_alive, self.num_starts = True, self.num_starts + 1

@@ -74,7 +74,7 @@ async def test_shift_down_moves_sequences_with_their_tokens(house: SimulatedClus
     done = await house.shift_down(ROLLOUT, R0)
     assert done.freed_bytes > 0
     assert done.migrated_sequences > 0
-    assert house.replicas[R0].worker.state == "asleep"  # type: ignore[union-attr]
+    assert not house.replicas[R0].is_awake
     records = house.shells[ROLLOUT].records
     assert all(records[name].num_tokens >= before[name] for name in names if name in records)
     await house.until_finished(*names)
@@ -139,7 +139,7 @@ async def test_a_killed_replicas_sequences_resume_elsewhere_and_it_serves_again(
     await house.replicas[R0].kill()
     await house.replicas[R0].start()
     first_life = house.tokens_on(R0)
-    await house.until(lambda: house.replicas[R0].worker.state == "awake")  # type: ignore[union-attr]
+    await house.until(lambda: house.replicas[R0].is_awake)
     records = house.shells[ROLLOUT].records
     assert all(records[name].num_tokens >= kept[name] for name in names if name in records)
     more = [f"1{name}" for name in ids(20)]
@@ -193,7 +193,7 @@ async def test_shift_down_of_a_hanging_replica_ends_at_its_deadline_and_its_sequ
     house.check_finished()
     assert house.shells[ROLLOUT].active_replicas == (R1,)
     house.replicas[R0].thaw()
-    await house.until(lambda: house.replicas[R0].worker.state == "asleep")  # type: ignore[union-attr]
+    await house.until(lambda: not house.replicas[R0].is_awake)
 
 
 async def test_a_hung_replica_that_comes_to_its_senses_serves_again(house: SimulatedCluster) -> None:
@@ -247,8 +247,8 @@ async def test_a_wake_that_ends_after_its_deadline_is_put_to_sleep_again(house: 
     house.replicas[R0].wake_s = 1.6
     with pytest.raises(PivotError):
         await house.shift_up(ROLLOUT, R0, deadline_s=1.3)
-    await house.until(lambda: house.replicas[R0].worker.state == "awake")  # type: ignore[union-attr]
-    await house.until(lambda: house.replicas[R0].worker.state == "asleep")  # type: ignore[union-attr]
+    await house.until(lambda: house.replicas[R0].is_awake)
+    await house.until(lambda: not house.replicas[R0].is_awake)
     house.replicas[R0].wake_s = 0.0
     await house.until(lambda: not house.shells[ROLLOUT].describe_replicas()[0]["shifting"])
     await house.shift_up(ROLLOUT, R0)
@@ -294,7 +294,7 @@ async def test_a_replica_that_wakes_while_the_version_flips_serves_with_the_new_
 ) -> None:
     house.replicas[R0].wake_s = 0.4
     shift = asyncio.create_task(house.shift_up(ROLLOUT, R0))
-    await house.until(lambda: house.replicas[R0].worker.state == "waking")  # type: ignore[union-attr]
+    await house.until(lambda: house.replicas[R0].is_awake)
     await asyncio.sleep(0.1)
     house.weights[ROLLOUT].version = 3
     house.submit(ROLLOUT, "a")
@@ -440,7 +440,7 @@ async def test_a_restarted_service_leaves_replicas_without_a_lease_asleep(house:
     await house.lease(R0)
     await house.stop_shell(ROLLOUT)
     await house.start_shell(ROLLOUT, [])
-    await house.until(lambda: house.replicas[R1].worker.state == "asleep")  # type: ignore[union-attr]
+    await house.until(lambda: not house.replicas[R1].is_awake)
     assert house.shells[ROLLOUT].active_replicas == (R0,)
     house.submit(ROLLOUT, "a")
     await house.until_finished("a")
