@@ -54,7 +54,7 @@ class LocalRun:
         _refuse_second(self.folder)
         endpoints = self.endpoints = choose_endpoints(self.config, _previous(self.folder))
         await asyncio.to_thread(require, self.config, self.folder, endpoints)
-        await self._prepare_models()
+        await self.prepare_models()
         self._recover_scratch()
         self.folder.write(self.config, endpoints)
         specs = process_specs(self.config, self.folder, endpoints)
@@ -77,7 +77,7 @@ class LocalRun:
     async def until_finished(self) -> bool:
         """Waits for the last step; False if asked to stop before. Raises when a process cannot be kept alive."""
         assert self.supervisor is not None
-        finishing = asyncio.create_task(self._watch_steps())
+        finishing = asyncio.create_task(self.watch_steps())
         return await self._unless_stopped(finishing, "training")
 
     async def until_stopped(self) -> None:
@@ -106,7 +106,8 @@ class LocalRun:
             if not work.done():
                 work.cancel()
 
-    async def _watch_steps(self) -> None:
+    async def watch_steps(self) -> None:
+        """Returns at the last step; the run may be on other machines."""
         total = self.config.training.steps
         async with httpx.AsyncClient(timeout=10) as http:
             while True:
@@ -146,7 +147,8 @@ class LocalRun:
         assert self.endpoints is not None
         return {"Authorization": f"Bearer {self.endpoints.token}"}
 
-    async def _prepare_models(self) -> None:
+    async def prepare_models(self) -> None:
+        """Converts packaged models that are not yet on disk."""
         specs = dict.fromkeys(
             s for s in (self.config.models.policy, self.config.models.genrm) if s.startswith(PACKAGE_PREFIX)
         )

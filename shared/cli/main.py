@@ -17,6 +17,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from shared.cli import node as nodes
 from shared.cli import preflight
 from shared.cli.decode import print_decoded
 from shared.cli.decode import tap as tap_bus
@@ -103,6 +104,10 @@ async def _run(config: RunConfig, *, until_finished: bool) -> None:
                 console.print(f"stopped; `pivotrl run` goes on from here (run folder {folder.path})")
                 raise typer.Exit(130)
             result = await local.finish()
+    _show(result, folder)
+
+
+def _show(result: dict[str, Any], folder: RunFolder) -> None:
     console.print(steps_table(result))
     _print_files(folder)
     audited = audit_of(folder)[1]
@@ -123,6 +128,36 @@ def _print_files(folder: RunFolder) -> None:
         ("logs/", "one file per process"),
     ):
         console.print(f"  {name:<16}{what}", highlight=False)
+
+
+@app.command()
+def init(
+    config: ConfigArgument,
+    set_: SetOption = [],  # noqa: B006
+    address: Annotated[
+        str, typer.Option(help="where a service is reached, {service} being its name")
+    ] = "{service}",
+) -> None:
+    """Prepare a run whose services are containers or pods: checks, models, run.json."""
+    loaded = _load(config, set_)
+    with Progress(console) as progress:
+        asyncio.run(nodes.init(loaded, RunFolder(loaded.run.folder), address, progress))
+
+
+@app.command()
+def node(run: RunOption = DEFAULT_RUN) -> None:
+    """Run the replicas and ranks of this machine until stopped; the services run elsewhere."""
+    with Progress(console) as progress:
+        asyncio.run(nodes.serve_node(RunFolder(run), progress))
+
+
+@app.command()
+def follow(run: RunOption = DEFAULT_RUN) -> None:
+    """Watch a run that is up elsewhere to its last step; export, report, print the table."""
+    folder = RunFolder(run)
+    with Progress(console) as progress:
+        result = asyncio.run(nodes.follow(folder, progress))
+    _show(result, folder)
 
 
 @app.command()

@@ -29,6 +29,12 @@ def process_specs(config: RunConfig, folder: RunFolder, endpoints: Endpoints) ->
     specs.append(_service("monitor", folder, wave=1))
     specs.append(_service("gps", folder, wave=1, deadline_s=300.0))
     specs += [_service(name, folder, wave=2) for name in ("planner", "rollout", "reward", "trainer")]
+    return specs + node_specs(config, folder)
+
+
+def node_specs(config: RunConfig, folder: RunFolder) -> list[ProcessSpec]:
+    """What holds devices: the replicas, one per device at a time, and the ranks."""
+    specs: list[ProcessSpec] = []
     cores = os.cpu_count() or 1
     for slot in cluster_of(config).slots:
         devices = ",".join(str(d) for d in sorted(slot.devices))

@@ -4,13 +4,14 @@ import json
 import os
 import secrets
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from shared.errors import ConfigError, NotFound
 from shared.runtime.config import RunConfig
 
 SERVICES = ("monitor", "planner", "gps", "rollout", "reward", "trainer")
+NATS_PORT = 4222
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,14 @@ class Endpoints:
     nats_url: str
     nats_token: str
     host: str
+    """Where a service listens, and where it is reached unless `hosts` says otherwise."""
     http_ports: dict[str, int]
     token: str
+    hosts: dict[str, str] = field(default_factory=dict)
+    """Where a service is reached, if each has a machine or container of its own."""
 
     def http_url(self, service: str) -> str:
-        return f"http://{self.host}:{self.http_ports[service]}"
+        return f"http://{self.hosts.get(service, self.host)}:{self.http_ports[service]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,27 @@ class RunFolder:
                 f"no run in {self.path}: start one with `pivotrl up`", folder=str(self.path)
             ) from None
         return RunConfig.model_validate(values["config"]), Endpoints(**values["endpoints"])
+
+
+def spread_endpoints(config: RunConfig, previous: Endpoints | None, address: str) -> Endpoints:
+    """As `choose_endpoints`, for services that each have a host name: `address` with the service's name for
+    `{service}`. They listen on every interface of theirs, so every mutating call needs the run's token.
+
+    Raises:
+        ConfigError: ports are not fixed, or `address` is one name for all.
+    """
+    if "{service}" not in address:
+        raise ConfigError("--address", address, "lacks {service}", "For example '{service}.pivotrl'")
+    if not config.network.http_port:
+        raise ConfigError("network.http_port", 0, "others cannot know which port is free here", "Use 8600")
+    chosen = choose_endpoints(config, previous)
+    hosts = {name: address.replace("{service}", name) for name in SERVICES}
+    return replace(
+        chosen,
+        nats_url=config.network.nats_url or f"nats://{address.replace('{service}', 'nats')}:{NATS_PORT}",
+        host="0.0.0.0",
+        hosts=hosts,
+    )
 
 
 def choose_endpoints(config: RunConfig, previous: Endpoints | None) -> Endpoints:
