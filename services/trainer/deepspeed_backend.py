@@ -66,8 +66,10 @@ class DeepSpeedBackend:
     """
 
     def __init__(self, config: BackendConfig, store: Any) -> None:
+        # LOCAL_SIZE = 0 keeps DeepSpeed off its own all-reduce in shared memory: ranks that spin there cannot be
+        # told that a peer died, and its buffers are named alike in every run of a machine
         os.environ.update(
-            RANK=str(config.rank), WORLD_SIZE=str(config.world_size), LOCAL_RANK="0", LOCAL_SIZE="1"
+            RANK=str(config.rank), WORLD_SIZE=str(config.world_size), LOCAL_RANK="0", LOCAL_SIZE="0"
         )
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
