@@ -66,8 +66,8 @@ class DeepSpeedBackend:
     """
 
     def __init__(self, config: BackendConfig, store: Any) -> None:
-        # LOCAL_SIZE = 0 keeps DeepSpeed off its own all-reduce in shared memory: ranks that spin there cannot be
-        # told that a peer died, and its buffers are named alike in every run of a machine
+        # LOCAL_SIZE = 0 keeps DeepSpeed off its own all-reduce in shared memory: ranks that spin there cannot
+        # be told that a peer died, and its buffers are named alike in every run of a machine
         os.environ.update(
             RANK=str(config.rank), WORLD_SIZE=str(config.world_size), LOCAL_RANK="0", LOCAL_SIZE="0"
         )
