@@ -34,10 +34,13 @@ types: $(STAMP) ## mypy, strict on shared and services
 up: ## docker compose up
 	docker compose up --build -d
 
-down: ## docker compose down
-	docker compose down -v
+down: ## docker compose down; the run stays on its volume
+	docker compose down
+
+test-compose: $(STAMP) ## the compose file on a Docker engine, about ten minutes
+	$(PY) -m pytest -q tests/compose
 
 clean: ## remove the environment, runs and caches
 	rm -rf .venv runs .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo test check fmt lint types up down clean
+.PHONY: help setup demo test check fmt lint types up down test-compose clean
