@@ -30,6 +30,13 @@ class MetricsFiles:
             return
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
 
+    def rows(self) -> dict[int, dict[str, Any]]:
+        """The rows an earlier life of the run wrote, by step."""
+        if not self._path.exists():
+            return {}
+        rows = [json.loads(line) for line in self._path.read_text().splitlines() if line.strip()]
+        return {row["step"]: row for row in rows}
+
     def write(self, step: StepCompleted, extra: dict[str, float]) -> None:
         row = {**step.model_dump(mode="json"), **extra}
         with open(self._path, "a") as file:

@@ -49,11 +49,11 @@ class MonitorService:
         self._files, self._folder = files, folder
         self._bus, self._subjects, self._clock = bus, subjects, clock
         self._changed = asyncio.Event()
-        self.steps: dict[int, dict[str, Any]] = {}
+        self.steps = files.rows()
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._listeners: set[asyncio.Queue[dict[str, Any]]] = set()
         self._mark = _Mark(clock.now_s())
-        self._written: set[int] = set()
+        self._has_begun = False
 
     async def start(self) -> None:
         s = self._subjects
@@ -97,24 +97,29 @@ class MonitorService:
             self._on_step(stored.message)
 
     def _on_step(self, step: StepCompleted) -> None:
-        now_s = self._clock.now_s()
-        tokens = {role: self.aggregator.generated_tokens(role) for role in (Role.ROLLOUT, Role.REWARD)}
-        mark, seconds = self._mark, max(1e-9, now_s - self._mark.at_s)
-        done = [e for e in self.timeline.shifts if not e.shift_id.startswith("start-")]
-        since = done[mark.num_shifts :]
+        if step.step in self.steps:
+            return  # of an earlier life of the run
+        before, now = self._mark, self._mark_now()
+        seconds = max(1e-9, now.at_s - before.at_s)
+        shifts = self._run_shifts()[before.num_shifts :]
         extra: dict[str, float] = {
-            "rollout_tokens_per_s": max(0, tokens[Role.ROLLOUT] - mark.rollout_tokens) / seconds,
-            "reward_tokens_per_s": max(0, tokens[Role.REWARD] - mark.reward_tokens) / seconds,
+            "rollout_tokens_per_s": (now.rollout_tokens - before.rollout_tokens) / seconds,
+            "reward_tokens_per_s": (now.reward_tokens - before.reward_tokens) / seconds,
             "step_s": seconds,
-            "shifts": len(since),
-            "shift_s": sum(event.duration_s for event in since),
+            "shifts": len(shifts),
+            "shift_s": sum(event.duration_s for event in shifts),
         }
-        self._mark = _Mark(now_s, tokens[Role.ROLLOUT], tokens[Role.REWARD], len(done))
+        self._mark = now
         self.steps[step.step] = {**step.model_dump(mode="json"), **extra}
-        if step.step not in self._written:
-            self._written.add(step.step)
-            self._files.write(step, extra)
+        self._files.write(step, extra)
         self._emit("step", step)
+
+    def _run_shifts(self) -> list[ShiftEvent]:
+        return [event for event in self.timeline.shifts if not event.shift_id.startswith("start-")]
+
+    def _mark_now(self) -> _Mark:
+        rollout, reward = (self.aggregator.generated_tokens(role) for role in (Role.ROLLOUT, Role.REWARD))
+        return _Mark(self._clock.now_s(), rollout, reward, len(self._run_shifts()))
 
     # Out
 
@@ -124,6 +129,8 @@ class MonitorService:
             self._changed.clear()
             now_s = self._clock.now_s()
             state = self.aggregator.state(now_s)
+            if state.ready and not self._has_begun:
+                self._has_begun, self._mark = True, self._mark_now()  # starting up is not part of a step
             await self._bus.publish(self._subjects.workload, state)
             try:
                 await asyncio.wait_for(self._changed.wait(), 1.0)

@@ -75,7 +75,8 @@ class Timeline:
 
 
 def count_shifts(shifts: list[ShiftEvent]) -> dict[str, int]:
-    """Completed planner-made shifts by kind, and failed ones. Bringing up the first allocation is no shift."""
+    """Completed planner-made shifts by kind, and failed ones. Bringing up the first allocation is no
+    shift."""
     counts = dict.fromkeys(
         ("rollout_to_reward", "reward_to_rollout", "to_training", "from_training", "failed"), 0
     )

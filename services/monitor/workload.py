@@ -16,8 +16,8 @@ STALE_S = 5.0
 class WorkloadAggregator:
     """The latest of everything. `state(now_s)` is what the planner sees.
 
-    A role's load comes from its scheduler (who also knows what is on its way to a replica); telemetry adds measured
-    speed. `expected_replicas` and the trainer must all have reported before the state is `ready`.
+    A role's load comes from its scheduler (who also knows what is on its way to a replica); telemetry adds
+    measured speed. `expected_replicas` and the trainer must all have reported before the state is `ready`.
     """
 
     expected_replicas: frozenset[str]
@@ -25,12 +25,18 @@ class WorkloadAggregator:
     telemetry: dict[str, ReplicaTelemetry] = field(default_factory=dict)
     seen_s: dict[str, float] = field(default_factory=dict)
     training: TrainingTelemetry | None = None
+    _tokens_of_former_lives: dict[str, int] = field(default_factory=dict)
 
     def on_queue(self, queue: RoleQueue) -> None:
         self.queues[queue.role] = queue
 
     def on_telemetry(self, telemetry: ReplicaTelemetry, now_s: float) -> None:
-        self.telemetry[telemetry.replica_id] = telemetry
+        name = telemetry.replica_id
+        before = self.telemetry.get(name)
+        if before is not None and before.incarnation != telemetry.incarnation:
+            former = self._tokens_of_former_lives.get(name, 0)
+            self._tokens_of_former_lives[name] = former + before.generated_tokens_total
+        self.telemetry[name] = telemetry
         self.seen_s[telemetry.replica_id] = now_s
 
     def on_training(self, training: TrainingTelemetry) -> None:
@@ -75,7 +81,12 @@ class WorkloadAggregator:
         )
 
     def generated_tokens(self, role: Role) -> int:
-        return sum(t.generated_tokens_total for t in self.telemetry.values() if t.role is role)
+        """Since the start of this process, restarts of replicas included."""
+        return sum(
+            t.generated_tokens_total + self._tokens_of_former_lives.get(name, 0)
+            for name, t in self.telemetry.items()
+            if t.role is role
+        )
 
     def _role(self, role: Role) -> RoleWorkload:
         queue = self.queues.get(role)
