@@ -10,7 +10,8 @@ from shared.ids import Role
 
 
 class ShiftRequest(BaseModel):
-    """Bring `replicas` of `role` up (for training: nothing to name); who must leave follows from the devices."""
+    """Bring `replicas` of `role` up (for training: nothing to name); who must leave follows from the
+    devices."""
 
     role: Role
     replicas: tuple[str, ...] = ()

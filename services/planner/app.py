@@ -67,7 +67,8 @@ async def _start(
     initial: Allocation,
     planner_config: PlannerConfig,
 ) -> None:
-    """Waits until every replica and rank is there, brings the first allocation up, then decides on each workload."""
+    """Waits until every replica and rank is there, brings the first allocation up, then decides on each
+    workload."""
     try:
         workload = await asyncio.wait_for(first, START_DEADLINE_S)
     except TimeoutError:

@@ -1,13 +1,13 @@
 """Carries a shift out as a transaction: lease, down, confirm, up; or back.
 
-    lease donors' devices to the shift ─► down (all donors at once) ─► devices free ─► lease to receivers ─► up
+    lease donors' devices to the shift ─► down (all donors at once) ─► devices free ─► lease to receivers
+    ─► up
 
     a donor that will not go down   → the donors are brought up again; nothing has changed
     a receiver that does not come up → its devices are left free, its sequences stay in the queue
 
-Every wait has the shift's deadline; the outcome says what each half took and which allocation is real now. Leases
-always end as that allocation says, and a broker that does not take an event stops no shift.
-"""
+Every wait has the shift's deadline; the outcome says what each half took and which allocation is real now.
+Leases always end as that allocation says, and a broker that does not take an event stops no shift."""
 
 import asyncio
 import logging

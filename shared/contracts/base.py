@@ -6,8 +6,8 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Message(BaseModel):
-    """A frozen value on the wire. Unknown fields are ignored, so that a newer peer can be read; new fields come
-    last and have defaults. A change that an old reader would misread raises `schema_version`."""
+    """A frozen value on the wire. Unknown fields are ignored, so that a newer peer can be read; new fields
+    come last and have defaults. A change that an old reader would misread raises `schema_version`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     schema_version: ClassVar[int] = 1

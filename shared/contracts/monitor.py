@@ -47,6 +47,7 @@ class WorkloadPublished(Message):
         for load in (self.rollout, self.reward):
             running = sum(len(r.lengths) for r in load.replicas)
             parts.append(
-                f"{load.role.value} {running} running {len(load.waiting_lengths)} waiting on {len(load.replicas)}"
+                f"{load.role.value} {running} running {len(load.waiting_lengths)} waiting "
+                f"on {len(load.replicas)}"
             )
         return "; ".join(parts) + f"; training {self.training_activity} {self.collected}/{self.needed}"

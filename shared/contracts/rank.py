@@ -5,8 +5,8 @@ from shared.contracts.base import Message
 
 class TrainSample(Message):
     """One scored response as a rank trains it. `advantage` is group relative; `logprobs` are the behaviour
-    policy's, one per response token; `versions` their run-length policy versions. A masked sample (`advantage`
-    None: unscored) is never sent."""
+    policy's, one per response token; `versions` their run-length policy versions. A masked sample
+    (`advantage` None: unscored) is never sent."""
 
     sample_id: str
     prompt_token_ids: tuple[int, ...]
@@ -41,7 +41,8 @@ class TrainStep(Message):
 
 
 class RankStepped(Message):
-    """rank → trainer. Sums are over this rank's response tokens, so that the trainer can weigh ranks right."""
+    """rank → trainer. Sums are over this rank's response tokens, so that the trainer can weigh ranks
+    right."""
 
     rank: int
     step: int

@@ -20,7 +20,8 @@ class SamplingSpec(Message):
 
 
 class SequenceSpec(Message):
-    """role service → replica. Generation resumes after `generated_token_ids`; none of them is generated again."""
+    """role service → replica. Generation resumes after `generated_token_ids`; none of them is generated
+    again."""
 
     sequence_id: str
     attempt: int
@@ -168,6 +169,6 @@ class ReplicaTelemetry(Message):
 
     def summary(self) -> str:
         return (
-            f"{self.replica_id} {self.state}: {self.num_running} running, {sum(self.lengths)} tokens resident, "
-            f"{self.tokens_per_s:.0f} tok/s, v{self.policy_version}"
+            f"{self.replica_id} {self.state}: {self.num_running} running, "
+            f"{sum(self.lengths)} tokens resident, {self.tokens_per_s:.0f} tok/s, v{self.policy_version}"
         )

@@ -5,7 +5,8 @@ from shared.ids import Role
 
 
 class ReplicaQueue(Message):
-    """What the role's scheduler has put on one serving replica: `lengths` are tokens per sequence, ascending."""
+    """What the role's scheduler has put on one serving replica: `lengths` are tokens per sequence,
+    ascending."""
 
     replica_id: str
     lengths: tuple[int, ...]
@@ -13,8 +14,8 @@ class ReplicaQueue(Message):
 
 
 class RoleQueue(Message):
-    """role service → monitor, planner, 4 Hz: lengths (prompt + generated tokens) of waiting sequences, and the load of
-    each serving replica as the scheduler knows it (ahead of telemetry by what is on its way).
+    """role service → monitor, planner, 4 Hz: lengths (prompt + generated tokens) of waiting sequences, and
+    the load of each serving replica as the scheduler knows it (ahead of telemetry by what is on its way).
 
     `outstanding` counts samples this role has accepted and not yet handed on, whatever their place.
     """
@@ -30,4 +31,5 @@ class RoleQueue(Message):
     replicas: tuple[ReplicaQueue, ...] = ()
 
     def summary(self) -> str:
-        return f"{self.role.value}: {len(self.waiting_lengths)} waiting, active {', '.join(self.active_replicas) or '-'}"
+        active = ", ".join(self.active_replicas) or "-"
+        return f"{self.role.value}: {len(self.waiting_lengths)} waiting, active {active}"

@@ -9,8 +9,8 @@ class Trajectory(Message):
     """rollout → reward: one finished response, token ids end to end.
 
     `versions` is a run-length list `(policy version, count)` over `response_token_ids`; `logprobs` are the
-    behaviour policy's, one per response token. `task` is what the verifier needs (dataset name, entry, answer).
-    """
+    behaviour policy's, one per response token. `task` is what the verifier needs (dataset name, entry,
+    answer)."""
 
     sample_id: str
     prompt_index: int

@@ -26,7 +26,8 @@ class TrainingTelemetry(Message):
     phase: str = ""
 
     def summary(self) -> str:
-        return f"training {self.activity}: step {self.step}, {self.collected}/{self.needed} samples, v{self.policy_version}"
+        samples = f"{self.collected}/{self.needed} samples"
+        return f"training {self.activity}: step {self.step}, {samples}, v{self.policy_version}"
 
 
 class StepCompleted(Message):
@@ -55,4 +56,5 @@ class StepCompleted(Message):
 
     def summary(self) -> str:
         reward = "-" if self.reward_mean is None else f"{self.reward_mean:.3f}"
-        return f"step {self.step}: reward {reward}, {self.num_trained} trained, {self.num_unscored} unscored, loss {self.loss:.4f}"
+        samples = f"{self.num_trained} trained, {self.num_unscored} unscored"
+        return f"step {self.step}: reward {reward}, {samples}, loss {self.loss:.4f}"

@@ -8,10 +8,10 @@ Who waits for whom:
     shift down ─► waits until the scheduler says the replica is empty ─► sleep request
     shift up ─► wake request (the replica Reads from GPS and proves its version) ─► scheduler
 
-Whoever waits is freed by a deadline, or at once when the replica's process is replaced: a replica that answers
-no more is declared dead, its sequences go back to the queue with the tokens seen so far, and the waiters see
-that. A replica makes one transition at a time (`_turns`), whoever asks: the planner, a version, or its health.
-"""
+Whoever waits is freed by a deadline, or at once when the replica's process is replaced: a replica that
+answers no more is declared dead, its sequences go back to the queue with the tokens seen so far, and the
+waiters see that. A replica makes one transition at a time (`_turns`), whoever asks: the planner, a
+version, or its health."""
 
 import asyncio
 import contextlib
@@ -173,8 +173,8 @@ class RoleShell:
         ]
 
     async def _adopt(self) -> None:
-        """After a restart: a replica that the leases still give to this role serves again. `_watch_health` sees
-        to it, whether it is awake or was restarted too."""
+        """After a restart: a replica that the leases still give to this role serves again. `_watch_health`
+        sees to it, whether it is awake or was restarted too."""
         for replica in self._replicas.values():
             found = [
                 await self._bus.kv_get(self._subjects.device_bucket, f"{device}", DeviceLease)
@@ -511,8 +511,8 @@ class RoleShell:
         self._step(ReplicaDied(replica.id))
 
     async def _revive(self, replica: _Replica) -> None:
-        """A replica the planner counts on came back from a crash, was taken for dead, or this service crashed:
-        it proves its version and serves again."""
+        """A replica the planner counts on came back from a crash, was taken for dead, or this service
+        crashed: it proves its version and serves again."""
         async with self._turns([replica], WAKE_DEADLINE_S):
             if not replica.is_active or not self._is_down(replica):
                 return

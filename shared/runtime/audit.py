@@ -1,8 +1,8 @@
-"""Proves from the journals that every issued sample was trained once, is in flight, or is accounted for by name.
+"""Proves from the journals that every issued sample was trained once, is in flight, or is accounted for by
+name.
 
-Pure over journal entries. A `resumed` entry of the trainer voids the entries of later steps before it: that work was
-lost with its checkpoint and is done again.
-"""
+Pure over journal entries. A `resumed` entry of the trainer voids the entries of later steps before it:
+that work was lost with its checkpoint and is done again."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -36,7 +36,7 @@ class Audit:
 
 def audit(rollout: Iterable[Entry], trainer: Iterable[Entry], *, prompts_per_step: int) -> Audit:
     """
-    A sample of a trained step that is neither trained nor masked is *lost*; one trained in two steps, or issued
+    A sample of a trained step that is neither trained nor masked is *lost*; one settled or issued
     twice, is *duplicated*; one trained but never issued is *unknown*.
     """
     issues = Counter(str(entry["sample"]) for entry in rollout if entry["event"] == "issued")
@@ -51,8 +51,8 @@ def audit(rollout: Iterable[Entry], trainer: Iterable[Entry], *, prompts_per_ste
             outcomes.append(entry)
             step = max(step, int(entry["step"]))
     trained = Counter(str(o["sample"]) for o in outcomes if o["event"] == "trained")
+    settled = Counter(str(o["sample"]) for o in outcomes if o["event"] in ("trained", "masked"))
     masked = {str(o["sample"]): str(o["reason"]) for o in outcomes if o["event"] == "masked"}
-    settled = trained.keys() | masked.keys()
     in_flight = [s for s in issues if s not in settled]
     lost = [s for s in in_flight if int(s.split(".", 1)[0]) // prompts_per_step < step]
     reasons = Counter(_kind(reason) for reason in masked.values())
@@ -63,11 +63,8 @@ def audit(rollout: Iterable[Entry], trainer: Iterable[Entry], *, prompts_per_ste
         unscored=len(masked),
         masked=dict(sorted(reasons.items())),
         lost=tuple(sorted(lost)),
-        duplicated=tuple(
-            sorted({s for s, n in trained.items() if n > 1} | {s for s, n in issues.items() if n > 1})
-            + sorted(trained.keys() & masked.keys())
-        ),
-        unknown=tuple(sorted(settled - issues.keys())),
+        duplicated=tuple(sorted(s for s in issues | settled if max(issues[s], settled[s]) > 1)),
+        unknown=tuple(sorted(settled.keys() - issues.keys())),
         resumes=max(0, resumes - 1),
     )
 

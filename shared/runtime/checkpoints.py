@@ -1,6 +1,8 @@
-"""Which checkpoint a run continues from. `latest.json` is replaced in one step, after all ranks have saved."""
+"""Which checkpoint a run continues from. `latest.json` is replaced in one step, after all ranks have
+saved."""
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +32,13 @@ class Checkpoints:
     def commit(self, checkpoint: Checkpoint) -> None:
         """Makes it the one to continue from, then drops all but the newest `KEEP`."""
         temporary = self._folder / "latest.tmp"
-        temporary.write_text(json.dumps({"step": checkpoint.step, "tag": checkpoint.tag}))
+        with open(temporary, "w") as file:
+            file.write(json.dumps({"step": checkpoint.step, "tag": checkpoint.tag}))
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(self._folder / "latest.json")
-        tags = sorted(path for path in self._folder.glob("step-*") if path.is_dir())
+        # What is newer was never committed: a former life died over it.
+        tags = sorted(p for p in self._folder.glob("step-*") if p.is_dir() and p.name <= checkpoint.tag)
         for old in tags[:-KEEP]:
             shutil.rmtree(old, ignore_errors=True)
 

@@ -1,4 +1,5 @@
-"""One YAML file describes a run. Every key has a type, a check and a sentence; an error names file, line and field.
+"""One YAML file describes a run. Every key has a type, a check and a sentence; an error names file, line
+and field.
 
 `load_config(path)` is the only reader. The file holds at most 40 keys, all but the two models optional.
 """
@@ -37,7 +38,8 @@ class ModelsSection(_Section):
 
 
 class SplitSection(_Section):
-    """Devices per role where the policy fixes them (`disaggregated`, `static`, `rollout_reward_colocated`)."""
+    """Devices per role where the policy fixes them (`disaggregated`, `static`,
+    `rollout_reward_colocated`)."""
 
     rollout: int = Field(1, ge=1)
     reward: int = Field(1, ge=1)
@@ -139,7 +141,8 @@ class RunConfig(_Section):
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
         if longest > c.kv_tokens:
             raise ValueError(
-                f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds cluster.kv_tokens = {c.kv_tokens}"
+                f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds "
+                f"cluster.kv_tokens = {c.kv_tokens}"
             )
         if self.network.host not in ("127.0.0.1", "localhost", "::1") and not self.network.token:
             raise ValueError(
@@ -156,13 +159,15 @@ class RunConfig(_Section):
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence of either engine, in tokens: the GenRM reads prompt and response and adds its own."""
+        """Longest sequence of either engine, in tokens: the GenRM reads prompt and response and adds its
+        own."""
         rollout = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
         return rollout + self.reward.max_new_tokens + GENRM_PROMPT_TOKENS
 
     @property
     def num_devices(self) -> int:
-        """Devices of the run. Where the policy fixes a split, CPU slots are added to serve it (they share cores)."""
+        """Devices of the run. Where the policy fixes a split, CPU slots are added to serve it (they share
+        cores)."""
         fixed = self.policy in ("disaggregated", "static", "rule_based", "rollout_reward_colocated")
         wanted = self.cluster.split.rollout + self.cluster.split.reward + self.cluster.split.training
         if self.policy == "rollout_reward_colocated":
@@ -185,6 +190,13 @@ DTYPE = "bfloat16"
 """Of parameters in GPS, engines and ranks; optimizer and master states are fp32."""
 
 
+_SECTIONS = {
+    name
+    for name, field in RunConfig.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+}
+
+
 def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
     """The run in `path`, with dotted `overrides` (`{"training.steps": 6}`) put over it.
 
@@ -193,13 +205,12 @@ def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfi
     """
     try:
         text = path.read_text()
-    except OSError as error:
-        raise ConfigError(
-            "config", str(path), f"cannot be read ({error.strerror})", "Name a YAML file"
-        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError("config", str(path), f"cannot be read ({why})", "Name a YAML file") from error
     try:
         node = yaml.compose(text)
-        values = yaml.safe_load(text) or {}
+        values = yaml.load(text, _Loader) or {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -208,6 +219,8 @@ def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfi
         ) from error
     if not isinstance(values, dict):
         raise ConfigError(str(path), None, "holds no mapping", "Start from deploy/config/demo.yaml")
+    # A section whose keys are all commented out is an empty one.
+    values = {key: {} if value is None and key in _SECTIONS else value for key, value in values.items()}
     for dotted, value in (overrides or {}).items():
         _put(values, dotted.split("."), value)
     try:
@@ -217,9 +230,31 @@ def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfi
 
 
 def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
-    for key in keys[:-1]:
-        values = values.setdefault(key, {})
+    for i, key in enumerate(keys[:-1]):
+        if values.get(key) is None:
+            values[key] = {}
+        section = values[key]
+        if not isinstance(section, dict):
+            name = ".".join(keys[: i + 1])
+            raise ConfigError(
+                ".".join(keys), value, f"{name} is no section", "Name a key as the YAML nests it"
+            )
+        values = section
     values[keys[-1]] = value
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice: the first would silently not count."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} is given twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def _explained(error: ValidationError, path: Path, node: yaml.Node | None) -> ConfigError:
@@ -240,7 +275,7 @@ def _explained(error: ValidationError, path: Path, node: yaml.Node | None) -> Co
     if kind == "value_error":  # a check over two fields; its text names both
         text = str(first["ctx"]["error"]) if "ctx" in first else first["msg"]
         named = re.findall(r"[a-z]+(?:\.[a-z_]+)+", text)
-        lines = [at for name in named if (at := _line_of(node, tuple(name.split("."))))]
+        lines = [at for name in named if (at := _line_of(node, tuple(name.split(".")), whole=True))]
         where = f"{path}:{lines[0]}" if lines else where
         return ConfigError(
             where, None, text, "Change one of the two", file=str(path), line=lines[0] if lines else line
@@ -250,17 +285,18 @@ def _explained(error: ValidationError, path: Path, node: yaml.Node | None) -> Co
     )
 
 
-def _line_of(node: yaml.Node | None, loc: tuple[str, ...]) -> int | None:
+def _line_of(node: yaml.Node | None, loc: tuple[str, ...], *, whole: bool = False) -> int | None:
+    """Line of the key at `loc`, or of the innermost section on its way (None if it must be the `whole` of
+    it)."""
     line = None
     for part in loc:
-        if not isinstance(node, yaml.MappingNode):
-            break
-        for key, value in node.value:
+        entries = node.value if isinstance(node, yaml.MappingNode) else []
+        for key, value in entries:
             if key.value == part:
                 line, node = key.start_mark.line + 1, value
                 break
         else:
-            break
+            return None if whole else line
     return line
 
 

@@ -1,4 +1,5 @@
-"""The FastAPI base of every service: `/healthz /readyz /metrics`, typed errors, bearer token on mutating calls."""
+"""The FastAPI base of every service: `/healthz /readyz /metrics`, typed errors, bearer token on mutating
+calls."""
 
 import asyncio
 import contextlib
@@ -101,7 +102,7 @@ async def serving(app: FastAPI, host: str, port: int) -> AsyncIterator[int]:
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # the process owns its signals
     task = asyncio.create_task(server._serve(sockets=[sock]))
     try:
-        while not server.started and not task.done():
+        while not server.started and not task.done():  # noqa: ASYNC110  # uvicorn tells nobody
             await asyncio.sleep(0.005)
         yield int(sock.getsockname()[1])
     finally:

@@ -1,7 +1,7 @@
 """Append-only JSON lines that outlive a crash: who issued, scored, trained or gave up which sample.
 
-`pivotrl audit` reads nothing else. A line is on disk (fsync) when `append` returns; a torn last line is ignored.
-"""
+`pivotrl audit` reads nothing else. A line is on disk (fsync) when `append` returns; a torn last line is
+ignored."""
 
 import json
 import os

@@ -10,7 +10,8 @@ GaugeSource = Callable[[], Mapping[str, float]]
 
 
 class PolicyGauges(Collector):
-    """Exports `policy.gauges()` as `pivotrl_<service>_<name>`, read when scraped: policies need no metrics library."""
+    """Exports `policy.gauges()` as `pivotrl_<service>_<name>`, read when scraped: policies need no metrics
+    library."""
 
     def __init__(self, service: str, source: GaugeSource) -> None:
         self._service, self._source = service, source

@@ -77,7 +77,8 @@ class RunFolder:
             ConfigError: it would lie outside.
         """
         path = (self.path / name).resolve()
-        if not path.is_relative_to(self.path.resolve()):
+        root = self.path.resolve()
+        if path == root or not path.is_relative_to(root):
             raise ConfigError("path", name, "lies outside the run folder", "Name a path under it")
         return path
 

@@ -5,11 +5,10 @@
     wave 2…  replicas, one per device at a time; ranks together
     last     trainer
 
-A member that dies comes back after a backoff; members of one `group` (the ranks of a process group cannot live
-without each other) are stopped and come back together. More than `MAX_RESTARTS` in `RESTART_WINDOW_S` end the run
-with the process named. `stop` sends SIGTERM to all, then SIGKILL to the process groups that are left; a kernel
-death signal takes the children along if the supervisor itself is killed.
-"""
+A member that dies comes back after a backoff; members of one `group` (the ranks of a process group cannot
+live without each other) are stopped and come back together. More than `MAX_RESTARTS` in `RESTART_WINDOW_S`
+end the run with the process named. `stop` sends SIGTERM to all, then SIGKILL to the process groups that
+are left; a kernel death signal takes the children along if the supervisor itself is killed."""
 
 import asyncio
 import contextlib
@@ -142,16 +141,23 @@ class Supervisor:
         if spec.ready_file is not None:
             spec.ready_file.unlink(missing_ok=True)
         self._on_event("starting", spec.name, "")
-        with open(self._logs / f"{spec.name}.log", "ab") as log:
-            member.process = await asyncio.create_subprocess_exec(
-                *spec.argv,
-                env={**os.environ, **dict(spec.env)},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
+        with open(self._logs / f"{spec.name}.log", "ab") as log:  # noqa: ASYNC230  # local, and at once
+            try:
+                member.process = await asyncio.create_subprocess_exec(
+                    *spec.argv,
+                    env={**os.environ, **dict(spec.env)},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent,
+                )
+            except OSError as error:
+                raise ProcessFailed(
+                    f"{spec.name} cannot be started: {error}", process=spec.name, log=log.name
+                ) from error
+        if self._stopping:  # stop() did not see it
+            _signal(member, signal.SIGKILL)
         member.watcher = asyncio.create_task(self._watch(member, member.process))
 
     async def _wait_ready(self, member: _Member) -> None:
@@ -184,14 +190,17 @@ class Supervisor:
             log = self._logs / f"{name}.log"
             self._fail(
                 ProcessFailed(
-                    f"{name} died {len(member.deaths)} times in {RESTART_WINDOW_S:.0f} s ({_exit_text(code)}); "
-                    f"its log: {log}{_tail(log)}",
+                    f"{name} died {len(member.deaths)} times in {RESTART_WINDOW_S:.0f} s "
+                    f"({_exit_text(code)}); its log: {log}{_tail(log)}",
                     process=name,
                     log=str(log),
                 )
             )
             return
-        await self._restart(member)
+        try:
+            await self._restart(member)
+        except ProcessFailed as error:
+            self._fail(error)
 
     async def _restart(self, member: _Member) -> None:
         group = member.spec.group
@@ -216,6 +225,10 @@ class Supervisor:
                 await self._spawn(other)
         finally:
             self._restarting.discard(key)
+        for other in together:  # one that died while the rest were starting was left to this call
+            if other.process is not None and other.process.returncode is not None:
+                await self._restart(other)
+                return
 
     def _fail(self, error: ProcessFailed) -> None:
         if self._failed is not None and not self._failed.done():

@@ -67,7 +67,8 @@ def test_restoring_from_the_stream_drops_what_leaves_a_gap(parts: list[list[int]
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, LENGTH), st.integers(0, LENGTH)), max_size=25))
 def test_a_later_attempt_overrules_an_earlier_one(parts: list[tuple[int, int, int]]) -> None:
-    """Tokens differ between attempts: what is kept is a prefix of one attempt upon a prefix of earlier ones."""
+    """Tokens differ between attempts: what is kept is a prefix of one attempt upon a prefix of earlier
+    ones."""
     kept, newest = record("s"), 0
     for attempt, start, end in parts:
         part = delta(min(start, end), max(start, end), attempt=attempt, salt=1000 * attempt)

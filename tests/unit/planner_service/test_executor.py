@@ -1,4 +1,5 @@
-"""Shift transactions over real role shells and replicas: whatever fails, leases and allocation tell the truth."""
+"""Shift transactions over real role shells and replicas: whatever fails, leases and allocation tell the
+truth."""
 
 from collections.abc import AsyncIterator
 

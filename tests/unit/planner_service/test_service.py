@@ -221,7 +221,7 @@ async def test_a_restarted_planner_takes_over_what_is_awake(tmp_path: Path) -> N
     async with Run(tmp_path).going(plans=False) as run:
         starts = {r.id: r.worker for r in run.house.replicas.values()}
         actual = Allocation(frozenset({ReplicaId("rollout-1")}))
-        await run.leases.reset({d: "p000007" for d in SPEC.devices})  # a shift was under way
+        await run.leases.reset(dict.fromkeys(SPEC.devices, "p000007"))  # a shift was under way
         assert await run.service.start(actual, run.initial) == actual
         assert await run.leases.owners(SPEC.devices) == {0: "", 1: "rollout-1"}
         assert {r.id: r.worker for r in run.house.replicas.values()} == starts
