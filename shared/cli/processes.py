@@ -12,8 +12,10 @@ from shared.runtime.supervisor import ProcessSpec
 from shared.runtime.topology import cluster_of, rank_devices
 
 ENGINE_START_S = 300.0
-RANK_START_S = 420.0
-"""The first start compiles DeepSpeed's optimizer, about a minute on two cores."""
+RANK_START_S = 900.0
+"""The first start compiles DeepSpeed's optimizer, about a minute on two cores, more where they are busy."""
+KERNEL_CACHE = Path.home() / ".cache" / "pivotrl" / "torch_extensions"
+"""Compiled kernels depend on the environment, not on the run."""
 
 
 def process_specs(config: RunConfig, folder: RunFolder, endpoints: Endpoints) -> list[ProcessSpec]:
@@ -21,7 +23,8 @@ def process_specs(config: RunConfig, folder: RunFolder, endpoints: Endpoints) ->
     specs: list[ProcessSpec] = []
     if config.network.nats_url is None:
         address = urlsplit(endpoints.nats_url)
-        assert address.hostname and address.port
+        assert address.hostname is not None
+        assert address.port is not None
         conf = write_server_config(
             folder.nats, host=address.hostname, port=address.port, token=endpoints.nats_token
         )
@@ -58,7 +61,7 @@ def node_specs(config: RunConfig, folder: RunFolder) -> list[ProcessSpec]:
                 argv=_python("services.trainer.rank", folder, "--rank", str(rank)),
                 wave=3,
                 group="ranks",
-                env=_rank_env(config, folder, device, cores),
+                env=_rank_env(config, device, cores),
                 ready_file=folder.processes / f"{name}.json",
                 ready_deadline_s=RANK_START_S,
             )
@@ -99,10 +102,9 @@ def _engine_env(config: RunConfig, devices: str, core: int) -> tuple[tuple[str, 
     )
 
 
-def _rank_env(config: RunConfig, folder: RunFolder, device: int, cores: int) -> tuple[tuple[str, str], ...]:
-    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", folder.models / "torch_extensions")).resolve()
+def _rank_env(config: RunConfig, device: int, cores: int) -> tuple[tuple[str, str], ...]:
     common = (
-        ("TORCH_EXTENSIONS_DIR", str(cache)),
+        ("TORCH_EXTENSIONS_DIR", os.environ.get("TORCH_EXTENSIONS_DIR", str(KERNEL_CACHE))),
         ("HF_HUB_OFFLINE", "1"),
         ("TOKENIZERS_PARALLELISM", "false"),
     )

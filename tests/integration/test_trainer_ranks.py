@@ -21,6 +21,7 @@ from services.trainer.rank_group import RankGroup
 from shared.bus.embedded_nats import server_binary, write_server_config
 from shared.bus.nats_bus import connect
 from shared.bus.ports import Bus
+from shared.cli.processes import KERNEL_CACHE
 from shared.contracts.base import Done
 from shared.contracts.gps import ReadRequest
 from shared.contracts.rank import (
@@ -48,9 +49,7 @@ from shared.weights.host_pool import map_view
 from tests.support.tiny_model import TinySpec, write_model
 
 REPOSITORY = Path(__file__).parents[2]
-EXTENSIONS = Path(
-    os.environ.get("TORCH_EXTENSIONS_DIR", REPOSITORY / "runs" / "models" / "torch_extensions")
-).resolve()
+EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", KERNEL_CACHE)).resolve()
 WORLD_SIZE = 2
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
