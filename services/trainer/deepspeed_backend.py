@@ -12,13 +12,10 @@ DeepSpeed reads `ds_tensor` wrong in places while parameters are offloaded: ever
 reloads first.
 """
 
-import contextlib
 import ctypes
-import fcntl
 import gc
 import logging
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +24,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
+from services.trainer.kernels import build_kernels
 from services.trainer.objectives import TokenLoss, grpo_loss, token_logprobs
 from services.trainer.packing import num_tokens, pad_with_empty, split
 from services.trainer.ports import StepStats
@@ -77,7 +75,7 @@ class DeepSpeedBackend:
             os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed
 
-        _build_kernels(config.kind)
+        build_kernels(config.kind)
         self._config = config
         self._deepspeed = deepspeed
         self._device = torch.device("cuda", 0) if config.kind == "cuda" else torch.device("cpu")
@@ -448,28 +446,3 @@ def _restore_rotary_precision(module: Any) -> None:
                 part._buffers[name] = buffer.to(device)
     if cast := sorted({n for n, b in module.named_buffers() if b.dtype == torch.bfloat16}):
         log.warning("buffers in bfloat16, not as the model made them: %s", ", ".join(cast))
-
-
-def _build_kernels(kind: str) -> None:
-    """Compiles what DeepSpeed wants compiled, or finds it compiled. One process at a time: a compiler that
-    was killed leaves a lock file for which torch would wait for ever, and only under our own lock is it known
-    to be a leftover."""
-    # ninja takes what another version of it built for stale: always the one of this environment
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
-    with contextlib.ExitStack() as stack:
-        if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(Path(folder) / "pivotrl.lock", "w"))
-            fcntl.flock(file, fcntl.LOCK_EX)  # closing the file unlocks
-            for leftover in Path(folder).glob("**/lock"):
-                leftover.unlink(missing_ok=True)
-        if kind == "cuda":
-            from deepspeed.ops.op_builder import FusedAdamBuilder
-
-            FusedAdamBuilder().load(verbose=False)
-        else:
-            from deepspeed.ops.op_builder.cpu import FusedAdamBuilder, ShareMemCommBuilder
-
-            FusedAdamBuilder().load(verbose=False)
-            ShareMemCommBuilder().load(verbose=False)

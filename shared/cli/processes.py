@@ -2,20 +2,17 @@
 
 import os
 import sys
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from shared.bus.embedded_nats import server_binary, write_server_config
 from shared.runtime.config import RunConfig
-from shared.runtime.run_folder import Endpoints, RunFolder
+from shared.runtime.run_folder import KERNEL_CACHE, Endpoints, RunFolder
 from shared.runtime.supervisor import ProcessSpec
 from shared.runtime.topology import cluster_of, rank_devices
 
 ENGINE_START_S = 300.0
 RANK_START_S = 900.0
 """The first start compiles DeepSpeed's optimizer, about a minute on two cores, more where they are busy."""
-KERNEL_CACHE = Path.home() / ".cache" / "pivotrl" / "torch_extensions"
-"""Compiled kernels depend on the environment, not on the run."""
 
 
 def process_specs(config: RunConfig, folder: RunFolder, endpoints: Endpoints) -> list[ProcessSpec]:

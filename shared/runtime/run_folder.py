@@ -10,6 +10,9 @@ from pathlib import Path
 from shared.errors import ConfigError, NotFound
 from shared.runtime.config import RunConfig
 
+KERNEL_CACHE = Path.home() / ".cache" / "pivotrl" / "torch_extensions"
+"""Compiled kernels depend on the environment, not on the run."""
+
 SERVICES = ("monitor", "planner", "gps", "rollout", "reward", "trainer")
 NATS_PORT = 4222
 

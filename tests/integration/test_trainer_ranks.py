@@ -21,7 +21,6 @@ from services.trainer.rank_group import RankGroup
 from shared.bus.embedded_nats import server_binary, write_server_config
 from shared.bus.nats_bus import connect
 from shared.bus.ports import Bus
-from shared.cli.processes import KERNEL_CACHE
 from shared.contracts.base import Done
 from shared.contracts.gps import ReadRequest
 from shared.contracts.rank import (
@@ -42,7 +41,7 @@ from shared.contracts.rank import (
 from shared.contracts.subjects import Subjects
 from shared.runtime.clock import SystemClock
 from shared.runtime.config import RunConfig
-from shared.runtime.run_folder import Endpoints, RunFolder, choose_endpoints
+from shared.runtime.run_folder import KERNEL_CACHE, Endpoints, RunFolder, choose_endpoints
 from shared.runtime.supervisor import ProcessSpec, Supervisor
 from shared.weights.gps_client import GpsClient
 from shared.weights.host_pool import map_view

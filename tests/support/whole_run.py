@@ -1,5 +1,6 @@
 """A whole run as a user starts it, in a process of its own, watched over REST."""
 
+import ctypes
 import json
 import os
 import signal
@@ -53,6 +54,7 @@ class WholeRun:
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
+                preexec_fn=_end_with_the_test,
             )
 
     def __enter__(self) -> "WholeRun":
@@ -109,6 +111,11 @@ class WholeRun:
             ]
             text += "".join(f"\n{log.name}: {line[:1500]}" for line in errors[-3:])
         return text
+
+
+def _end_with_the_test() -> None:
+    """A test run that is killed takes the run along (Linux: PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def is_alive(pid: int) -> bool:
