@@ -40,6 +40,7 @@ async def main(ctx: ServiceContext) -> None:
         on_finished=service.on_finished,
         on_failed=service.on_failed,
     )
+    ctx.exits.push_async_callback(service.close)
     service.shell, shell.describe = shell, service.describe
     ctx.metrics.add_source(lambda: {**shell.scheduler.gauges(), **service.gauges()})
     await shell.start()

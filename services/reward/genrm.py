@@ -1,7 +1,7 @@
 """Prompts of the generative reward model and the strict reading of its verdicts. Pure.
 
-The GenRM reasons first and ends with one line, `Score: <0..10>`. Anything else is no verdict: not a low score.
-"""
+The GenRM reasons first and ends with one line, `Score: <0..10>`. Anything else is no verdict: not a low
+score."""
 
 import re
 from collections.abc import Mapping
@@ -10,12 +10,14 @@ from dataclasses import dataclass
 MAX_SCORE = 10.0
 
 _VERDICT = re.compile(
-    r"^\s*\**Score\**\s*:\s*\**\s*(\d{1,2}(?:\.\d+)?)\s*(?:/\s*10)?\s*\**\.?\s*$",
-    re.IGNORECASE | re.MULTILINE,
+    r"\*{0,3}Score\*{0,3}\s*:\s*\*{0,3}\s*([0-9]{1,2}(?:\.[0-9]+)?)\s*(?:/\s*10)?\s*\*{0,3}\.?",
+    re.IGNORECASE,
 )
+MAX_LINE = 60
+"""Of a verdict, in characters. A longer line is none, and costs no time."""
 
-POINTWISE = """You grade answers. Read the question and the answer, say in one short sentence whether the answer is \
-right, and end with a line of the form
+POINTWISE = """You grade answers. Read the question and the answer, say in one short sentence whether the \
+answer is right, and end with a line of the form
 Score: N
 where N is a whole number from 0 (wrong) to 10 (right and well explained).
 
@@ -40,8 +42,9 @@ class Verdict:
 
 
 def genrm_messages(template: str, question: str, response: str, answer: str = "") -> list[Mapping[str, str]]:
-    """The conversation for one sample. With the built-in `pointwise` template two worked examples come first, which
-    teaches small models the form; another template is a text with `{question}`, `{response}`, `{answer}`."""
+    """The conversation for one sample. With the built-in `pointwise` template two worked examples come
+    first, which teaches small models the form; another template is a text with `{question}`, `{response}`,
+    `{answer}`."""
     if template != "pointwise":
         text = (
             template.replace("{question}", question)
@@ -66,7 +69,9 @@ def parse_verdict(text: str) -> Verdict | None:
     >>> parse_verdict("Score: 80") is None, parse_verdict("I would say 8") is None
     (True, True)
     """
-    found: list[str] = _VERDICT.findall(text)
+    lines = (line.strip() for line in text.split("\n"))
+    matches = (_VERDICT.fullmatch(line) for line in lines if len(line) <= MAX_LINE)
+    found = [match.group(1) for match in matches if match]
     if not found or len({float(raw) for raw in found}) > 1:
         return None
     value = float(found[-1])

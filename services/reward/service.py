@@ -3,8 +3,8 @@
     trajectory ─► verifier (thread) ─► GenRM attempt 1..n ─► verdict ─► scored
                                             └─ none by the last attempt or the deadline ─► unscored
 
-A trajectory leaves its stream only after its score lies safely in the other, so a crash repeats work but loses none.
-"""
+A trajectory leaves its stream only after its score lies safely in the other, so a crash repeats work but
+loses none."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.reward.genrm import Verdict, genrm_messages, parse_verdict
-from services.reward.verifiers import verify
+from services.reward.verifier_process import VerifierProcess
 from shared.bus.ports import Bus
 from shared.contracts.replica import SamplingSpec
 from shared.contracts.reward import ScoredSample
@@ -30,6 +30,7 @@ from shared.runtime.tokenizer import ChatTokenizer
 
 log = logging.getLogger("pivotrl.reward")
 MAX_TRANSCRIPTS = 256
+DEADLINE_LOOK_S = 1.0
 
 
 @dataclass(slots=True)
@@ -59,6 +60,8 @@ class RewardService:
         self._bus, self._subjects, self._clock, self._journal = bus, subjects, clock, journal
         self._cases: dict[str, _Case] = {}
         self._direct: dict[str, asyncio.Future[SequenceRecord | None]] = {}
+        self._verifier = VerifierProcess()
+        self._num_direct = 0
         self.shell: RoleShell | None = None
         self.num_received = 0
         self.num_scored = 0
@@ -77,6 +80,9 @@ class RewardService:
             "num_unscored": self.num_unscored,
             "num_attempts_without_verdict": self.num_no_verdict,
         }
+
+    async def close(self) -> None:
+        await self._verifier.close()
 
     # Cases
 
@@ -104,12 +110,9 @@ class RewardService:
             await self._close(case, None, f"rollout failed: {trajectory.task.get('failed', '')}")
             return
         try:
-            case.verifiable = await asyncio.wait_for(
-                asyncio.to_thread(verify, trajectory.task, trajectory.response_text),
-                self._config.reward.deadline_s,
-            )
-        except (PivotError, ValueError, TypeError, KeyError, TimeoutError) as error:
-            await self._close(case, None, f"verifier: {type(error).__name__}: {error}")
+            case.verifiable = await self._verifier.verify(trajectory.task, trajectory.response_text)
+        except PivotError as error:
+            await self._close(case, None, f"verifier: {error.message}")
             return
         self._ask(case)
 
@@ -170,25 +173,21 @@ class RewardService:
         await self._close(record.context, None, f"GenRM sequence failed: {reason}")
 
     async def watch_deadlines(self) -> None:
-        """A sample whose GenRM sequence waits or runs beyond the deadline is closed as unscored."""
+        """A sample whose GenRM sequence waits or runs beyond the deadline is closed as unscored. Time in
+        which no replica serves, because the devices are elsewhere, does not count."""
         assert self.shell is not None
+        looked_s = self._clock.now_s()
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(DEADLINE_LOOK_S)
             now_s = self._clock.now_s()
+            passed_s, looked_s = now_s - looked_s, now_s
+            if not self.shell.active_replicas:
+                for case in self._cases.values():
+                    case.deadline_s += passed_s
+                continue
             for case in [c for c in self._cases.values() if now_s > c.deadline_s]:
-                sequence_id = f"{case.trajectory.sample_id}/{case.attempt}"
-                if not self._has_started(sequence_id):
-                    case.deadline_s = (
-                        now_s + self._config.reward.deadline_s
-                    )  # the devices were elsewhere: not its fault
-                    continue
-                self.shell.cancel(sequence_id)
+                self.shell.cancel(f"{case.trajectory.sample_id}/{case.attempt}")
                 await self._close(case, None, f"no verdict within {self._config.reward.deadline_s:g} s")
-
-    def _has_started(self, sequence_id: str) -> bool:
-        assert self.shell is not None
-        record = self.shell.records.get(sequence_id)
-        return record is not None and (record.num_tokens > 0 or bool(self.shell.active_replicas))
 
     async def _close(self, case: _Case, genrm: float | None, unscored_reason: str | None) -> None:
         sample = case.trajectory.sample_id
@@ -216,7 +215,8 @@ class RewardService:
     async def score(self, question: str, response: str, answer: str = "") -> dict[str, Any]:
         """One GenRM call outside the training stream (`POST /v1/score`)."""
         assert self.shell is not None
-        sequence_id = f"score-{self._clock.unix_s():.6f}"
+        self._num_direct += 1
+        sequence_id = f"score-{self._clock.unix_s():.3f}-{self._num_direct}"
         record = self._record(
             sequence_id, list(genrm_messages(self._template, question, response, answer)), 0
         )

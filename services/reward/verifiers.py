@@ -1,7 +1,8 @@
-"""The verifiable part of the reward: 1 for a right final answer, 0 for a wrong one (reasoning-gym may give parts).
+"""The verifiable part of the reward: 1 for a right final answer, 0 for a wrong one (reasoning-gym may give
+parts).
 
-Pure functions over text; they run in a thread, since a symbolic comparison can take long.
-"""
+Pure functions over text. A symbolic comparison can take for ever: `verifier_process` runs them where they
+can be killed."""
 
 import re
 from collections.abc import Mapping
@@ -9,25 +10,35 @@ from typing import Any
 
 from shared.errors import InvalidRequest
 
-_ANSWER_LINE = re.compile(r"answer\s*(?:is)?\s*[:=]?\s*\**\s*(.+?)\s*\**\s*$", re.IGNORECASE | re.MULTILINE)
+_ANSWER_LINE = re.compile(r"answer(?:[ \t]+is\b)?[ \t*:=]*([^\n]+)", re.IGNORECASE)
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)")
+_BARE_NUMBER = re.compile(
+    rf"(?:[A-Za-z]\w*[ ]*=[ ]*)?\$?[ ]*({_NUMBER.pattern})(?:[ ]+[A-Za-z][A-Za-z ]*|[ ]*%)?"
+)
+"""A number alone, or with a name before it or a unit after it: `x = 3`, `$7`, `5 apples`; not `2x`, not a
+root."""
 
 
 def final_answer(response: str) -> str | None:
-    """What a response commits to: `<answer>…</answer>`, else the last `Answer: …` line, else its last line if that is
-    one number.
+    """What a response commits to: `<answer>…</answer>`, else the last `Answer: …` line, else its last line
+    if that is one number.
 
     >>> final_answer("3 + 4 = 7\\nAnswer: 7.")
     '7'
     """
-    if tagged := _ANSWER_TAG.findall(response):
-        return str(tagged[-1]).strip()
-    if lines := _ANSWER_LINE.findall(response):
-        return _bare(str(lines[-1]))
+    if (stated := _stated_answer(response)) is not None:
+        return stated
     last = response.strip().rsplit("\n", 1)[-1]
     numbers = _NUMBER.findall(last)
     return numbers[-1] if numbers else None
+
+
+def _stated_answer(response: str) -> str | None:
+    if tagged := _ANSWER_TAG.findall(response):
+        return str(tagged[-1]).strip()
+    lines = [line for line in _ANSWER_LINE.findall(response) if line.strip(" \t*:=.")]
+    return _bare(lines[-1]) if lines else None
 
 
 def verify(task: Mapping[str, Any], response: str) -> float:
@@ -61,14 +72,12 @@ def _verify_math(answer: str, response: str) -> float:
     from math_verify import parse, verify
 
     gold = parse(f"${answer}$", parsing_timeout=None)
-    given = final_answer(response)
-    candidates = [response] if given is None else [f"${given}$", response]
-    return float(
-        any(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None) for text in candidates)
-    )
+    stated = _stated_answer(response)  # else a \\boxed{} one, which the library finds
+    given = parse(response if stated is None else f"${stated}$", parsing_timeout=None)
+    return float(verify(gold, given, timeout_seconds=None))
 
 
 def _bare(text: str) -> str:
-    text = text.strip().strip("$*").rstrip(".")
-    number = _NUMBER.search(text)
-    return number.group() if number and len(_NUMBER.findall(text)) == 1 else text
+    text = text.strip().strip("*").strip().rstrip(".").strip("$*").strip()
+    number = _BARE_NUMBER.fullmatch(text)
+    return number.group(1) if number else text

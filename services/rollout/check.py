@@ -1,7 +1,7 @@
 """Reads the data and the reward template of a run as the services will, before anything starts.
 
-python -m services.rollout.check < config.json      one JSON line: {"detail"} or {"field", "value", "problem", "remedy"}
-"""
+python -m services.rollout.check < config.json      one JSON line: {"detail"} or {"field", "value",
+"problem", "remedy"}"""
 
 import json
 import sys

@@ -1,8 +1,8 @@
 """Issues prompts within the staleness bound and hands finished trajectories on, each exactly once.
 
-What a restart needs is derived, not stored: sample ids follow from the index; what is finished lies in the streams
-or was trained (policy version times batch); everything else that the journal says was issued is run again.
-"""
+What a restart needs is derived, not stored: sample ids follow from the index; what is finished lies in the
+streams or was trained (policy version times batch); everything else that the journal says was issued is
+run again."""
 
 import asyncio
 import logging
@@ -141,7 +141,8 @@ class RolloutService:
         self.num_finished += 1
 
     async def on_failed(self, record: SequenceRecord, reason: str) -> None:
-        """The engine refuses this sequence for good. It goes on as an empty response, so that its group completes."""
+        """The engine refuses this sequence for good. It goes on as an empty response, so that its group
+        completes."""
         log.error("sample %s failed: %s", record.sequence_id, reason)
         index, prompt = record.context
         trajectory = Trajectory(
@@ -160,6 +161,7 @@ class RolloutService:
         await self._bus.append(
             self._subjects.trajectory, trajectory, dedupe_id=f"trajectory/{record.sequence_id}"
         )
+        self.num_finished += 1
 
     # Versions and restarts
 
@@ -167,10 +169,11 @@ class RolloutService:
         assert isinstance(message, PolicyVersion)
         if message.model != "policy" or message.version <= self._version:
             return
-        self._version = message.version
-        self._version_changed.set()
         assert self.shell is not None
+        # Issued under this version means: no token by an older one. So every replica has it first.
         await self.shell.refresh(message.version)
+        self._version = max(self._version, message.version)
+        self._version_changed.set()
 
     async def recover(self, issued: list[str], version: int) -> int:
         """Takes up where a former process of this run stopped; returns the number of sequences run again."""
@@ -195,6 +198,11 @@ class RolloutService:
         while any(sample_id(self._next_index, k) in issued_set for k in range(2)):
             index = self._next_index
             self._next_index += 1
+            names = [sample_id(index, k) for k in range(self._config.rollout.samples_per_prompt)]
+            if missing := [name for name in names if name not in issued_set]:  # lines torn by a power cut
+                self._journal.append(
+                    *({"event": "issued", "sample": name, "version": version} for name in missing)
+                )
             if index < trained:
                 continue
             unfinished += [r for r in self.group_records(index) if r.sequence_id not in done]

@@ -150,7 +150,7 @@ class Supervisor:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent,
+                    preexec_fn=die_with_parent,
                 )
             except OSError as error:
                 raise ProcessFailed(
@@ -246,7 +246,8 @@ def _signal(member: _Member, number: signal.Signals) -> None:
         os.killpg(member.process.pid, number)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """For `preexec_fn`: the kernel kills the child when the parent is gone, however that came about."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
