@@ -59,6 +59,7 @@ class RewardService:
         self._config, self._tokenizer, self._template = config, tokenizer, template
         self._bus, self._subjects, self._clock, self._journal = bus, subjects, clock, journal
         self._cases: dict[str, _Case] = {}
+        self._settled: set[str] = set()
         self._direct: dict[str, asyncio.Future[SequenceRecord | None]] = {}
         self._verifier = VerifierProcess()
         self._num_direct = 0
@@ -87,7 +88,7 @@ class RewardService:
     # Cases
 
     async def follow_trajectories(self) -> None:
-        already = {
+        self._settled |= {
             stored.message.trajectory.sample_id
             for stored in await self._bus.replay(
                 self._subjects.scored_stream, self._subjects.scored, ScoredSample
@@ -96,7 +97,7 @@ class RewardService:
         stream, subject = self._subjects.trajectories_stream, self._subjects.trajectory
         async for stored in self._bus.follow(stream, subject, Trajectory):
             sample = stored.message.sample_id
-            if sample in already or sample in self._cases:
+            if sample in self._settled or sample in self._cases:
                 await self._bus.discard(stream, stored.seq)
                 continue
             await self._open(stored.seq, stored.message)
@@ -203,6 +204,7 @@ class RewardService:
             unscored_reason=unscored_reason,
         )
         await self._bus.append(self._subjects.scored, scored, dedupe_id=f"scored/{sample}")
+        self._settled.add(sample)
         await self._bus.discard(self._subjects.trajectories_stream, case.seq)
         if genrm is None:
             self.num_unscored += 1

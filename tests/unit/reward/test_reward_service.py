@@ -49,11 +49,6 @@ class Bench:
         self.tokenizer = ScriptedTokenizer()
         config = {"max_new_tokens": 20, "attempts": 3, "deadline_s": 30.0, **reward}
         self.config = RunConfig.model_validate({"models": {"policy": "p", "genrm": "g"}, "reward": config})
-        self.service = self.fresh_service()
-
-    def fresh_service(self) -> RewardService:
-        """As a new process of the service."""
-        house = self.house
         self.service = RewardService(
             self.config,
             self.tokenizer,  # type: ignore[arg-type]
@@ -65,7 +60,6 @@ class Bench:
         )
         self.service.shell = house.shells[REWARD]
         house.shells[REWARD].describe = self.service.describe
-        return self.service
 
     async def send(self, *trajectories: Trajectory) -> None:
         for one in trajectories:
@@ -86,7 +80,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench_of(folder: Path, **reward: Any) -> AsyncIterator[Bench]:
+async def bench_of(folder: Path, *, starts: bool = True, **reward: Any) -> AsyncIterator[Bench]:
     house = SimulatedCluster(roles=(REWARD,))
     bench: list[Bench] = []
 
@@ -96,10 +90,12 @@ async def bench_of(folder: Path, **reward: Any) -> AsyncIterator[Bench]:
     house.on_finished = on_finished
     async with house:
         bench.append(Bench(house, folder, **reward))
-        tasks = [
-            house.spawn(bench[0].service.follow_trajectories(), "trajectories"),
-            house.spawn(bench[0].service.watch_deadlines(), "deadlines"),
-        ]
+        service, tasks = bench[0].service, []
+        if starts:
+            tasks = [
+                house.spawn(service.follow_trajectories(), "trajectories"),
+                house.spawn(service.watch_deadlines(), "deadlines"),
+            ]
         try:
             yield bench[0]
         finally:
@@ -205,7 +201,7 @@ async def test_a_trajectory_that_comes_twice_is_scored_once(tmp_path: Path) -> N
 async def test_a_crash_between_storing_a_score_and_dropping_its_trajectory_repeats_nothing(
     tmp_path: Path,
 ) -> None:
-    async with bench_of(tmp_path) as bench:
+    async with bench_of(tmp_path, starts=False) as bench:
         sample = ScoredSample(
             trajectory=trajectory(0),
             reward=1.0,
@@ -216,14 +212,13 @@ async def test_a_crash_between_storing_a_score_and_dropping_its_trajectory_repea
         )
         await bench.house.bus.append(bench.house.subjects.scored, sample, dedupe_id="scored/x")
         await bench.send(trajectory(0), trajectory(1))
-        service = bench.fresh_service()
+        service = bench.service
         follow = bench.house.spawn(service.follow_trajectories(), "second life")
         await bench.house.shift_up(REWARD, R0)
         await bench.house.until(lambda: service.num_scored == 1)
         assert [s.trajectory.prompt_index for s in await bench.scored()] == [0, 1]
         assert await bench.waiting() == 0
         await cancel(follow)
-        await service.close()
 
 
 async def test_a_score_on_demand(tmp_path: Path) -> None:
