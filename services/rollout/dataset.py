@@ -115,18 +115,16 @@ def _row_prompt(row: Mapping[str, Any], where: str) -> Prompt:
     prompt = row.get("prompt")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if (
-        prompt is None
-        or not len(prompt)
-        or not all(isinstance(m, Mapping) and "content" in m for m in prompt)
-    ):
+    if not isinstance(prompt, Sequence) or not prompt or not all(_is_message(m) for m in prompt):
         raise ConfigError(
             f"{where}: prompt",
             None,
             "is no chat message list and no text",
             'Give [{"role": "user", "content": "…"}]',
         )
-    answer = (row.get("reward_model") or {}).get("ground_truth", row.get("answer"))
+    judged = row.get("reward_model")
+    answer = judged.get("ground_truth") if isinstance(judged, Mapping) else None
+    answer = row.get("answer") if answer is None else answer
     if answer is None:
         raise ConfigError(
             f"{where}: answer",
@@ -138,9 +136,19 @@ def _row_prompt(row: Mapping[str, Any], where: str) -> Prompt:
     return Prompt(messages, messages[-1]["content"], {"kind": "math", "answer": str(answer)})
 
 
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("content"), str) and bool(value["content"])
+
+
 def _jsonl_rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     rows: list[tuple[str, Mapping[str, Any]]] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "data.source", str(path), f"cannot be read ({error})", "Write it as UTF-8"
+        ) from error
+    for number, line in enumerate(text.split("\n"), 1):  # JSON strings may hold other line breaks
         if not line.strip():
             continue
         try:
@@ -161,7 +169,7 @@ def _parquet_rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
 
     try:
         table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError("data.source", str(path), f"is not Parquet ({error})", "Write it again") from error
     return [(f"{path} row {i}", row) for i, row in enumerate(table.to_pylist())]
 
