@@ -140,7 +140,6 @@ class Supervisor:
         spec = member.spec
         if spec.ready_file is not None:
             spec.ready_file.unlink(missing_ok=True)
-        self._on_event("starting", spec.name, "")
         with open(self._logs / f"{spec.name}.log", "ab") as log:  # noqa: ASYNC230  # local, and at once
             try:
                 member.process = await asyncio.create_subprocess_exec(
@@ -156,6 +155,7 @@ class Supervisor:
                 raise ProcessFailed(
                     f"{spec.name} cannot be started: {error}", process=spec.name, log=log.name
                 ) from error
+        self._on_event("starting", spec.name, "")
         if self._stopping:  # stop() did not see it
             _signal(member, signal.SIGKILL)
         member.watcher = asyncio.create_task(self._watch(member, member.process))

@@ -88,11 +88,22 @@ class WholeRun:
             time.sleep(0.05)
         raise AssertionError(f"{what}: not within {deadline_s} s\n{self.output()}")
 
-    def get(self, service: str, path: str) -> dict[str, Any]:
+    def until_replica(self, replica: str, deadline_s: float, *, not_pid: int) -> dict[str, Any]:
+        """Telemetry of a replica once another process than `not_pid` is up."""
+        role = replica.rsplit("-", 1)[0]
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            for entry in self.get(role, "/v1/replicas"):
+                telemetry: dict[str, Any] = entry["telemetry"] if entry["replica_id"] == replica else None
+                if telemetry and telemetry["pid"] != not_pid and telemetry["state"] != "starting":
+                    return telemetry
+            time.sleep(0.2)
+        raise AssertionError(f"{replica} did not come back within {deadline_s} s\n{self.output()}")
+
+    def get(self, service: str, path: str) -> Any:
         endpoints = json.loads((self.folder / "run.json").read_text())["endpoints"]
         url = f"http://{endpoints['host']}:{endpoints['http_ports'][service]}{path}"
-        values: dict[str, Any] = httpx.get(url, timeout=5).json()
-        return values
+        return httpx.get(url, timeout=5).json()
 
     def pids(self) -> dict[str, int]:
         values: dict[str, int] = json.loads((self.folder / "supervisor.json").read_text())
