@@ -75,7 +75,8 @@ class LocalRun:
             self._on_phase("stop", 1, 1, "stopped")
 
     async def until_finished(self) -> bool:
-        """Waits for the last step; False if asked to stop before. Raises when a process cannot be kept alive."""
+        """Waits for the last step; False if asked to stop before. Raises when a process cannot be kept
+        alive."""
         assert self.supervisor is not None
         finishing = asyncio.create_task(self.watch_steps())
         return await self._unless_stopped(finishing, "training")
@@ -174,7 +175,9 @@ class LocalRun:
     def _on_process(self, event: Event, name: str, detail: str) -> None:
         assert self.supervisor is not None
         pids = {"supervisor": os.getpid(), **self.supervisor.pids}
-        (self.folder.path / "supervisor.json").write_text(json.dumps(pids))
+        temporary = self.folder.path / "supervisor.tmp"
+        temporary.write_text(json.dumps(pids))
+        temporary.replace(self.folder.path / "supervisor.json")
         if event == "ready":
             self._ready.add(name)
         if event in ("starting", "ready"):
@@ -237,13 +240,10 @@ def _previous(folder: RunFolder) -> Endpoints | None:
 
 def living_supervisor(folder: RunFolder) -> int | None:
     """The pid of the supervisor that runs this folder, if it lives."""
-    path = folder.path / "supervisor.json"
-    if not path.exists():
-        return None
-    pid = int(json.loads(path.read_text())["supervisor"])
     try:
+        pid = int(json.loads((folder.path / "supervisor.json").read_text())["supervisor"])
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
+    except (OSError, ValueError):  # no such file, torn by a power cut, or no such process
         return None
     return pid if "pivotrl" in command or "shared.cli" in command else None
 

@@ -23,8 +23,9 @@ from shared.cli.decode import print_decoded
 from shared.cli.decode import tap as tap_bus
 from shared.cli.local_run import EXPORT_NAME, LocalRun, audit_of, living_supervisor, plain_audit
 from shared.cli.progress import Progress
+from shared.cli.sim import sim
 from shared.cli.tables import placement_table, steps_table
-from shared.errors import NotFound, PivotError
+from shared.errors import ConfigError, NotFound, PivotError
 from shared.runtime.config import RunConfig, load_config
 from shared.runtime.run_folder import Endpoints, RunFolder, choose_endpoints
 
@@ -47,9 +48,13 @@ def main() -> None:
         sys.exit(2)
 
 
+app.command()(sim)
+
+
 @app.command()
 def run(config: ConfigArgument, set_: SetOption = []) -> None:  # noqa: B006  # typer copies it
-    """Start a run, train it to its last step, export the model, print the table. Goes on where a former start stopped."""
+    """Start a run, train it to its last step, export the model, print the table. Goes on where a former
+    start stopped."""
     asyncio.run(_run(_load(config, set_), until_finished=True))
 
 
@@ -95,9 +100,8 @@ async def _run(config: RunConfig, *, until_finished: bool) -> None:
         async with local.running():
             (folder.path / "up.json").write_text(json.dumps({"pid": os.getpid()}))
             if not until_finished:
-                console.print(
-                    f"dashboard and REST: {local.endpoints.http_url('monitor') if local.endpoints else ''}/docs"
-                )
+                url = local.endpoints.http_url("monitor") if local.endpoints else ""
+                console.print(f"dashboard and REST: {url}/docs")
                 await local.until_stopped()
                 return
             if not await local.until_finished():
@@ -176,7 +180,8 @@ def plan(
 
 @app.command()
 def doctor(
-    config: Annotated[Path, typer.Argument()] = Path("deploy/config/demo.yaml"), set_: SetOption = []
+    config: Annotated[Path, typer.Argument()] = Path("deploy/config/demo.yaml"),
+    set_: SetOption = [],  # noqa: B006
 ) -> None:
     """Check this machine for a run: models, data, devices, memory, shared memory, ports, compiler."""
     loaded = _load(config, set_)
@@ -221,9 +226,10 @@ def status(run: RunOption = DEFAULT_RUN, as_json: Annotated[bool, typer.Option("
     for role in ("rollout", "reward"):
         load = workload[role]
         running = sum(len(r["lengths"]) for r in load["replicas"])
+        serving = ", ".join(r["replica_id"] for r in load["replicas"]) or "-"
         console.print(
             f"  {role:<9}{running} running, {len(load['waiting_lengths'])} waiting, "
-            f"{seen['tokens_per_s'][role]:.0f} tok/s on {', '.join(r['replica_id'] for r in load['replicas']) or '-'}",
+            f"{seen['tokens_per_s'][role]:.0f} tok/s on {serving}",
             highlight=False,
         )
     console.print(
@@ -295,13 +301,15 @@ def tap(
 
 @app.command()
 def decode() -> None:
-    """A message's payload from standard input as JSON: `nats sub 'pivotrl.>' --translate 'pivotrl decode'`."""
+    """A message's payload from standard input as JSON: `nats sub 'pivotrl.>' --translate 'pivotrl
+    decode'`."""
     print_decoded(sys.stdin.buffer.read())
 
 
 @app.command()
 def audit(run: RunOption = DEFAULT_RUN) -> None:
-    """Prove from the journals that every issued sample was trained once, is in flight, or is accounted for by name."""
+    """Prove from the journals that every issued sample was trained once, is in flight, or is accounted for
+    by name."""
     _, result = audit_of(RunFolder(run))
     print(json.dumps(plain_audit(result), indent=1))
     raise typer.Exit(0 if result.is_clean else 1)
@@ -333,8 +341,13 @@ def shift(
 def _load(path: Path, overrides: list[str]) -> RunConfig:
     values: dict[str, Any] = {}
     for item in overrides:
-        key, _, value = item.partition("=")
-        values[key] = yaml.safe_load(value)
+        key, equals, value = item.partition("=")
+        try:
+            values[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {key}", value, "is no YAML value", "Quote it") from error
+        if not equals:
+            raise ConfigError("--set", item, "names no value", "Write KEY=VALUE, e.g. training.steps=6")
     return load_config(path, values)
 
 
@@ -354,7 +367,10 @@ def _call(endpoints: Endpoints, service: str, method: str, path: str, body: Any)
         )
     except httpx.TransportError as error:
         raise NotFound(f"{service} does not answer at {url}: is the run up? ({error})") from error
-    values: dict[str, Any] = response.json()
+    try:
+        values: dict[str, Any] = response.json()
+    except ValueError as error:
+        raise NotFound(f"what answers at {url} is no {service} of a run") from error
     if response.status_code >= 400:
         raise PivotError(str(values.get("message", values)))
     return values

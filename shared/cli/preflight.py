@@ -109,7 +109,8 @@ def _devices(config: RunConfig) -> str:
             f"Use at most {4 * cores}",
         )
     shared = f" (more than the {cores} cores: they share them)" if config.num_devices > cores else ""
-    return f"{config.num_devices} CPU slots{shared}, {len(cluster.slots)} replicas, {len(rank_devices(config))} ranks"
+    hosted = f"{len(cluster.slots)} replicas, {len(rank_devices(config))} ranks"
+    return f"{config.num_devices} CPU slots{shared}, {hosted}"
 
 
 def _num_gpus() -> int:

@@ -24,12 +24,15 @@ def steps_table(summary: dict[str, Any]) -> Table:
         "shifts",
         "shifting s",
         "step s",
-        title=f"{summary['steps']} steps, policy version {summary['policy_version']}, {summary['wall_s']:.0f} s",
+        title=(
+            f"{summary['steps']} steps, policy version {summary['policy_version']}, {summary['wall_s']:.0f} s"
+        ),
         caption=(
-            f"shifts: rollout→reward {shifts['rollout_to_reward']}, reward→rollout {shifts['reward_to_rollout']}, "
-            f"→training {shifts['to_training']}, training→ {shifts['from_training']}, failed {shifts['failed']}\n"
-            f"samples: {samples['issued']} issued = {samples['trained']} trained + {samples['unscored']} unscored + "
-            f"{samples['in_flight']} in flight; lost {samples['lost']}, duplicated {samples['duplicated']}"
+            f"shifts: rollout→reward {shifts['rollout_to_reward']}, "
+            f"reward→rollout {shifts['reward_to_rollout']}, →training {shifts['to_training']}, "
+            f"training→ {shifts['from_training']}, failed {shifts['failed']}\n"
+            f"samples: {samples['issued']} issued = {samples['trained']} trained + "
+            f"{samples['unscored']} unscored + {samples['in_flight']} in flight; lost {samples['lost']}, duplicated {samples['duplicated']}"
         ),
     )
     for row in summary["rows"]:
