@@ -37,6 +37,7 @@ from shared.planning.plan import (
 from shared.planning.policy import Policy
 from shared.planning.workload import TrainingActivity, TrainingState, WorkloadState
 from shared.runtime.clock import Clock
+from shared.runtime.logs import trace_scope
 from shared.scheduling.sequence import ReplicaLoad, RoleLoad
 
 log = logging.getLogger("pivotrl.planner")
@@ -156,7 +157,8 @@ class PlannerService:
         await self._step(ShiftStarted(plan_id))
         before = self.policy.allocation
         try:
-            outcome = await self._executor.execute(effect.plan, before, expected_gain=gain)
+            with trace_scope(plan_id):  # every command and log line of this shift can be found by its plan
+                outcome = await self._executor.execute(effect.plan, before, expected_gain=gain)
         except Exception as error:
             log.exception("shift %s broke", plan_id)
             outcome = Outcome(before, f"{type(error).__name__}: {error}")

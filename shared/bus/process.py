@@ -131,7 +131,7 @@ async def run_main(
     config, endpoints = folder.read()
     subjects = Subjects(config.run.name)
     async with contextlib.AsyncExitStack() as exits:
-        bus = await connect(endpoints.nats_url, token=endpoints.nats_token, name=name, timeout_s=30)
+        bus = await connect(endpoints.nats_url, token=endpoints.nats_token or None, name=name, timeout_s=30)
         exits.push_async_callback(bus.close)
         context = ServiceContext(
             name=name,

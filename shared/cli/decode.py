@@ -24,7 +24,7 @@ def print_decoded(payload: bytes) -> None:
 
 async def tap(endpoints: Endpoints, run: str, subject: str, as_json: bool) -> None:
     prefix = Subjects(run).prefix
-    client = await nats.connect(endpoints.nats_url, token=endpoints.nats_token)
+    client = await nats.connect(endpoints.nats_url, token=endpoints.nats_token or None)
 
     async def show(msg: Msg) -> None:
         headers: dict[str, Any] = msg.headers or {}

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import secrets
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -14,10 +13,6 @@ _trace: ContextVar[str] = ContextVar("pivotrl_trace", default="")
 def current_trace() -> str:
     """The trace id that outgoing messages carry on."""
     return _trace.get()
-
-
-def new_trace() -> str:
-    return secrets.token_hex(8)
 
 
 @contextlib.contextmanager

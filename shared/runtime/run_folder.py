@@ -137,7 +137,10 @@ def choose_endpoints(config: RunConfig, previous: Endpoints | None) -> Endpoints
         ports = {name: network.http_port + i for i, name in enumerate(SERVICES)}
     else:
         ports = {name: _free_port() for name in SERVICES}
-    nats_token = previous.nats_token if previous else secrets.token_urlsafe(24)
+    # An external server's credentials are in its URL (nats://user:password@host); an embedded one gets a token.
+    nats_token = ""
+    if network.nats_url is None:
+        nats_token = (previous.nats_token if previous else "") or secrets.token_urlsafe(24)
     return Endpoints(
         nats_url=network.nats_url or f"nats://127.0.0.1:{_free_port()}",
         nats_token=nats_token,
