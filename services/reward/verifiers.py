@@ -6,12 +6,14 @@ can be killed."""
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from shared.errors import InvalidRequest
 
 _ANSWER_LINE = re.compile(r"answer(?:[ \t]+is\b)?[ \t*:=]*([^\n]+)", re.IGNORECASE)
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+_ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
+_INTEGER = re.compile(r"-?[0-9]{1,4000}")
 _NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)")
 _BARE_NUMBER = re.compile(
     rf"(?:[A-Za-z]\w*[ ]*=[ ]*)?\$?[ ]*({_NUMBER.pattern})(?:[ ]+[A-Za-z][A-Za-z ]*|[ ]*%)?"
@@ -35,8 +37,10 @@ def final_answer(response: str) -> str | None:
 
 
 def _stated_answer(response: str) -> str | None:
-    if tagged := _ANSWER_TAG.findall(response):
-        return str(tagged[-1]).strip()
+    tags = list(_ANSWER_TAG.finditer(response))
+    for opening, closing in reversed(list(pairwise(tags))):
+        if "/" in closing.group() and "/" not in opening.group():
+            return response[opening.end() : closing.start()].strip()
     lines = [line for line in _ANSWER_LINE.findall(response) if line.strip(" \t*:=.")]
     return _bare(lines[-1]) if lines else None
 
@@ -69,10 +73,16 @@ def _verify_reasoning_gym(task: Mapping[str, Any], response: str) -> float:
 
 
 def _verify_math(answer: str, response: str) -> float:
+    stated = _stated_answer(response)
+    if stated == answer:
+        return 1.0
+    if stated is not None and _INTEGER.fullmatch(stated) and _INTEGER.fullmatch(answer):
+        return float(int(stated) == int(answer))
+
     from math_verify import parse, verify
 
     gold = parse(f"${answer}$", parsing_timeout=None)
-    stated = _stated_answer(response)  # else a \\boxed{} one, which the library finds
+    # Where none is stated the library looks for a boxed one.
     given = parse(response if stated is None else f"${stated}$", parsing_timeout=None)
     return float(verify(gold, given, timeout_seconds=None))
 

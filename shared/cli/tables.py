@@ -32,7 +32,8 @@ def steps_table(summary: dict[str, Any]) -> Table:
             f"reward→rollout {shifts['reward_to_rollout']}, →training {shifts['to_training']}, "
             f"training→ {shifts['from_training']}, failed {shifts['failed']}\n"
             f"samples: {samples['issued']} issued = {samples['trained']} trained + "
-            f"{samples['unscored']} unscored + {samples['in_flight']} in flight; lost {samples['lost']}, duplicated {samples['duplicated']}"
+            f"{samples['unscored']} unscored + {samples['in_flight']} in flight; "
+            f"lost {samples['lost']}, duplicated {samples['duplicated']}"
         ),
     )
     for row in summary["rows"]:

@@ -1,4 +1,4 @@
-"""Composition root of a replica worker: one engine on its devices, joined to the bus and to the node's GPS."""
+"""Composition root of a replica worker: one engine on its devices, joined to the bus and the node's GPS."""
 
 import argparse
 import asyncio
@@ -26,7 +26,8 @@ from shared.contracts.replica import (
 )
 from shared.errors import WireError
 from shared.ids import ReplicaId, Role
-from shared.inference.engines.vllm_engine import VllmEngine, VllmEngineConfig
+from shared.inference.engines.vllm_config import VllmEngineConfig
+from shared.inference.engines.vllm_engine import VllmEngine
 from shared.inference.ports import Engine
 from shared.inference.replica import ReplicaWorker
 from shared.planning.cluster import ReplicaSlot

@@ -45,7 +45,7 @@ class SequenceRecord:
         return delta.start > self.num_tokens
 
     def extend(self, delta: TokenDelta) -> int:
-        """Takes what `delta` has beyond the tokens here; returns how many that were. The delta must not leave a gap."""
+        """Takes what `delta` has beyond the tokens here; returns how many. It must not leave a gap."""
         assert not self.has_gap_before(delta), (self.sequence_id, self.num_tokens, delta.start)
         known = self.num_tokens - delta.start
         fresh = len(delta.token_ids) - known
@@ -59,8 +59,8 @@ class SequenceRecord:
         return max(0, fresh)
 
     def restore(self, delta: TokenDelta) -> None:
-        """As `extend`, for a delta read back from the stream after a restart: a later attempt overrules an earlier
-        one from where it starts, and what would leave a gap is dropped (it will be generated again)."""
+        """As `extend`, for a delta read back from the stream after a restart: a later attempt overrules an
+        earlier one from where it starts, and what would leave a gap is dropped (it is generated again)."""
         if delta.attempt > self.attempt:
             self.attempt = delta.attempt
             self._truncate(delta.start)

@@ -72,9 +72,13 @@ EXAMPLES: tuple[Message, ...] = (
         policy_version=3,
     ),
     planner.DeviceLease(device=1, owner="rollout-1", epoch=3),
-    planner.PlanPublished(plan_id="p000001", now_s=1.0, chosen=True, reason="gain", up_role=Role.REWARD, record={"k": 1}),
+    planner.PlanPublished(
+        plan_id="p000001", now_s=1.0, chosen=True, reason="gain", up_role=Role.REWARD, record={"k": 1}
+    ),
     planner.ShiftDown(shift_id="p000001", role=Role.ROLLOUT, replicas=("rollout-0",), deadline_s=60.0),
-    planner.ShiftEvent(shift_id="p000001", phase="completed", now_s=2.0, up_role=Role.REWARD, up_replicas=("reward-0",)),
+    planner.ShiftEvent(
+        shift_id="p000001", phase="completed", now_s=2.0, up_role=Role.REWARD, up_replicas=("reward-0",)
+    ),
     planner.ShiftStepDone(duration_s=0.5, freed_bytes=1 << 20, read_bytes=2 << 20),
     planner.ShiftUp(shift_id="p000001", role=Role.REWARD, replicas=("reward-0",), deadline_s=60.0),
     rank.CheckpointSaved(rank=0, tag="step-000001", duration_s=1.0),

@@ -23,7 +23,11 @@ async def nats_server(folder: Path) -> AsyncIterator[tuple[str, str]]:
     token, port = secrets.token_hex(8), free_port()
     config = write_server_config(folder, host="127.0.0.1", port=port, token=token)
     process = await asyncio.create_subprocess_exec(
-        server_binary(), "-c", str(config), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+        server_binary(),
+        "-c",
+        str(config),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
     )
     try:
         yield f"nats://127.0.0.1:{port}", token

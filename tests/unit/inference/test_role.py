@@ -477,7 +477,7 @@ def test_describe_names_what_is_not_there() -> None:
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 async def test_under_random_faults_every_sequence_finishes_once(seed: int) -> None:
     """Deaths, hangs, shifts and refreshes at random; only tokens that were never sent are generated again."""
     rng = random.Random(seed)

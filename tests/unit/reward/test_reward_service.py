@@ -156,10 +156,10 @@ async def test_beyond_its_deadline_a_sample_is_unscored(tmp_path: Path) -> None:
 
 
 async def test_time_without_a_replica_does_not_count(tmp_path: Path) -> None:
-    async with bench_of(tmp_path, deadline_s=0.5) as bench:
+    async with bench_of(tmp_path, deadline_s=1.0) as bench:
         await bench.send(*(trajectory(i) for i in range(4)))
         await bench.house.until(lambda: bench.service.num_received == 4)
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(1.3)
         await bench.house.shift_up(REWARD, R0)
         assert [s.genrm_reward for s in await bench.until_scored(4)] == [0.8] * 4
 
