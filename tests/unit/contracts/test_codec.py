@@ -24,7 +24,7 @@ def test_every_registered_message_has_an_example() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda m: type(m).__name__)
 def test_bytes_are_golden(example: Message) -> None:
-    """An old record must stay readable. If a message changes on purpose, write its new digest into golden.json."""
+    """An old record must stay readable. A message that changes on purpose gets its new digest written here."""
     golden = json.loads(GOLDEN.read_text())
     digest = hashlib.sha256(codec.encode(example).payload).hexdigest()[:16]
     assert golden[type(example).__name__] == digest
@@ -49,7 +49,9 @@ def test_unknown_fields_are_ignored() -> None:
     values = {**codec.unpack_untyped(encoded.payload), "of_a_newer_peer": 1}
     import msgpack
 
-    assert codec.decode(encoded.headers, msgpack.packb(values)) == DeviceLease(device=1, owner="rollout-1", epoch=3)
+    assert codec.decode(encoded.headers, msgpack.packb(values)) == DeviceLease(
+        device=1, owner="rollout-1", epoch=3
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,9 @@ def test_unknown_fields_are_ignored() -> None:
         ({codec.TYPE_HEADER: "DeviceLease"}, b"\x80", "DeviceLease.device: Field required"),
     ],
 )
-def test_bad_messages_are_refused_with_the_reason(headers: dict[str, str], payload: bytes, problem: str) -> None:
+def test_bad_messages_are_refused_with_the_reason(
+    headers: dict[str, str], payload: bytes, problem: str
+) -> None:
     with pytest.raises(WireError, match=problem):
         codec.decode(headers, payload)
 
@@ -79,7 +83,9 @@ def test_too_large_names_size_and_limit() -> None:
 
 
 def test_an_arrow_in_a_summary_becomes_ascii() -> None:
-    event = ShiftEvent(shift_id="p1", phase="started", now_s=0, up_role=Role.REWARD, up_replicas=("reward-0",))
+    event = ShiftEvent(
+        shift_id="p1", phase="started", now_s=0, up_role=Role.REWARD, up_replicas=("reward-0",)
+    )
     assert "-> reward-0" in codec.encode(event).headers[codec.SUMMARY_HEADER]
 
 
@@ -93,8 +99,21 @@ def test_each_durable_subject_belongs_to_exactly_one_stream() -> None:
     from shared.bus.memory_bus import subject_matches
 
     s = Subjects("run")
-    durable = [s.plan, s.shift_event("p1"), s.progress(Role.REWARD, "x"), s.trajectory, s.scored, s.step_completed]
-    live = [s.workload, s.telemetry(Role.ROLLOUT, "x"), s.training_state, s.role_queue(Role.REWARD), s.rank(0, "status")]
+    durable = [
+        s.plan,
+        s.shift_event("p1"),
+        s.progress(Role.REWARD, "x"),
+        s.trajectory,
+        s.scored,
+        s.step_completed,
+    ]
+    live = [
+        s.workload,
+        s.telemetry(Role.ROLLOUT, "x"),
+        s.training_state,
+        s.role_queue(Role.REWARD),
+        s.rank(0, "status"),
+    ]
 
     def holders(subject: str) -> list[StreamSpec]:
         return [spec for spec in s.streams if any(subject_matches(p, subject) for p in spec.subjects)]
