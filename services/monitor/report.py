@@ -104,7 +104,7 @@ def _draw(timeline: Timeline, path: Path, now_s: float, title: str) -> None:
     for column, role in ((1, "rollout"), (2, "reward")):
         bottom.plot(
             times,
-            [row[column] for row in timeline.throughput],
+            [row[column] for row in rows],
             color=COLOURS[role],
             label=role,
             linewidth=1.3,

@@ -231,6 +231,7 @@ def test_a_report_is_a_picture_and_its_numbers(tmp_path: Path) -> None:
     timeline.on_shift(shift(4.0, "failed", holders={0: ""}))
     for second in range(5):
         timeline.sample(float(second), 10.0 * second, 5.0, 0.0)
+    timeline.throughput.insert(0, (-30.0, 0.0, 0.0, 0.0))  # starting up, before any device had an owner
     write_timeline(timeline, tmp_path, 6.0, "a run")
     picture = (tmp_path / "timeline.png").read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
