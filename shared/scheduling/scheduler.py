@@ -26,8 +26,10 @@ from shared.scheduling.sequence import (
     Place,
     ReplicaDied,
     ReplicaLoad,
+    ReplicaProgressed,
     ReplicaShiftedUp,
     ReplicaShiftingDown,
+    ReplicasShiftedUp,
     RoleLoad,
     RunSequence,
     SchedulerEffect,
@@ -71,6 +73,8 @@ class Scheduler:
             case TokensGenerated():
                 if state := self._reported(event):
                     self._grow(state, event.num_tokens_total)
+            case ReplicaProgressed():
+                self._grow_all(event)
             case SequenceFinished():
                 if state := self._reported(event):
                     self._take_off(self._grow(state, event.num_tokens_total), FINISHED)
@@ -85,8 +89,9 @@ class Scheduler:
             case SequencesRetired():
                 self._retire(event.sequences)
             case ReplicaShiftedUp():
-                effects += self._shift_up(event)
-                return effects
+                return self._shift_up(((event.replica, event.kv_capacity_tokens),))
+            case ReplicasShiftedUp():
+                return self._shift_up(event.replicas)
             case ReplicaShiftingDown():
                 effects += self._shift_down(event.replicas)
             case ReplicaDied():
@@ -105,6 +110,11 @@ class Scheduler:
     def is_empty(self, replica: ReplicaId) -> bool:
         """True once nothing runs on `replica` and no abort is outstanding: it may be put to sleep."""
         return not self._on.get(replica)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that wait or are on a replica."""
+        return len(self._queue) + sum(len(on) for on in self._on.values())
 
     def load(self, max_lengths: int | None = None) -> RoleLoad:
         """A snapshot for telemetry and planning; `max_lengths` keeps only the shortest of each replica.
@@ -173,6 +183,32 @@ class Scheduler:
         )
         return grown
 
+    def _grow_all(self, event: ReplicaProgressed) -> None:
+        """As TokensGenerated of each, with one change of the replica's load."""
+        new_tokens = new_need = 0
+        margin = self._config.growth_margin_tokens
+        for sequence, attempt, total in event.progress:
+            state = self._sequences.get(sequence)
+            if state is None or state.place.replica != event.replica or state.attempt != attempt:
+                self._counts["num_stale_reports"] += 1
+                continue
+            if total <= state.generated_tokens:
+                continue
+            grown = SequenceState(
+                sequence,
+                state.prompt_tokens,
+                total,
+                state.max_new_tokens,
+                attempt,
+                state.place,
+                state.is_cancelled,
+            )
+            self._sequences[sequence] = grown
+            new_tokens += total - state.generated_tokens
+            new_need += grown.kv_need(margin) - state.kv_need(margin)
+        if new_tokens:
+            self._loads.change(self._loads.index[event.replica], 0, new_tokens, new_need)
+
     def _take_off(self, state: SequenceState, to: Place) -> SequenceState:
         """Move a sequence from its replica to `to`; an emptied replica is forgotten with its last one."""
         replica = state.place.replica
@@ -225,16 +261,20 @@ class Scheduler:
 
     # Replicas
 
-    def _shift_up(self, event: ReplicaShiftedUp) -> list[SchedulerEffect]:
-        replica = event.replica
-        is_new = replica not in self._on or replica in self._leaving
-        self._leaving.discard(replica)
-        self._on.setdefault(replica, set())
-        if self._capacity.get(replica) != event.kv_capacity_tokens or is_new:
-            self._capacity[replica] = event.kv_capacity_tokens
+    def _shift_up(self, replicas: tuple[tuple[ReplicaId, int], ...]) -> list[SchedulerEffect]:
+        has_new = False
+        is_changed = False
+        for replica, kv_capacity_tokens in replicas:
+            is_new = replica not in self._on or replica in self._leaving
+            self._leaving.discard(replica)
+            self._on.setdefault(replica, set())
+            is_changed |= is_new or self._capacity[replica] != kv_capacity_tokens
+            self._capacity[replica] = kv_capacity_tokens
+            has_new |= is_new
+        if is_changed:
             self._rebuild()
         effects = self._dispatch()
-        if is_new and self._config.migration and not self._queue:
+        if has_new and self._config.migration and not self._queue:
             effects += self._abort_for_moves()
         return effects
 

@@ -91,6 +91,14 @@ class TokensGenerated:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaProgressed:
+    """Progress of many sequences of a replica: (sequence, attempt, tokens generated in all) of each."""
+
+    replica: ReplicaId
+    progress: tuple[tuple[SequenceId, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceFinished:
     """The last token is out. A replica answers an abort that came too late with this."""
 
@@ -143,6 +151,13 @@ class ReplicaShiftedUp:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicasShiftedUp:
+    """These replicas take sequences from now on: one shift-up for all, with their KV capacities."""
+
+    replicas: tuple[tuple[ReplicaId, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaShiftingDown:
     """These replicas leave together: empty them. One may sleep once its last abort is confirmed."""
 
@@ -164,12 +179,14 @@ class Tick:
 SchedulerEvent = (
     SequenceSubmitted
     | TokensGenerated
+    | ReplicaProgressed
     | SequenceFinished
     | SequenceFailed
     | SequenceAborted
     | SequenceCancelled
     | SequencesRetired
     | ReplicaShiftedUp
+    | ReplicasShiftedUp
     | ReplicaShiftingDown
     | ReplicaDied
     | Tick

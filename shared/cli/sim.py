@@ -1,0 +1,166 @@
+"""`pivotrl sim`: deployments compared on a simulated cluster."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from shared.errors import ConfigError
+from shared.planning.config import PlannerConfig
+from shared.sim.driver import Options, Simulation
+from shared.sim.modes import MODES, get_mode, paper_shares
+from shared.sim.report import describe, digest, summary
+from shared.sim.scenarios import SCENARIOS, Scenario, get_scenario, scenario_from
+from shared.sim.search import best_split, feasible_splits
+
+SEARCHED = ("disaggregated", "rollout_reward_colocated", "pivot")
+Rows = list[dict[str, Any]]
+
+
+def sim(
+    scenario: Annotated[
+        list[str], typer.Option("--scenario", help="a built-in name, a YAML file, or all")
+    ] = ["group2"],  # noqa: B006  # typer copies it
+    mode: Annotated[list[str], typer.Option("--mode", help="a mode, or all")] = ["all"],  # noqa: B006
+    steps: Annotated[int, typer.Option(help="steps of a run, warm-up included")] = 10,
+    warmup: Annotated[int, typer.Option(help="steps before counting")] = 3,
+    seeds: Annotated[int, typer.Option(help="runs of each, from seed 0")] = 3,
+    gpus: Annotated[int | None, typer.Option(help="devices in place of the scenario's; shares scale")] = None,
+    window: Annotated[float, typer.Option(help="H of the planner, seconds")] = 60.0,
+    best: Annotated[bool, typer.Option(help="search the best split of the baselines too")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
+    out: Annotated[Path | None, typer.Option(help="write the rows here too")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="name scenarios and modes")] = False,
+) -> None:
+    """Compare deployments on a simulated cluster: throughput, efficiency, where the device time goes."""
+    if list_:
+        typer.echo("scenarios: " + " ".join(SCENARIOS))
+        typer.echo("modes:     " + " ".join(MODES))
+        return
+    if steps <= warmup:
+        raise ConfigError("steps", steps, f"must exceed warmup = {warmup}", "Raise it")
+    names = list(SCENARIOS) if scenario == ["all"] else scenario
+    scenarios = [load_scenario(name, gpus) for name in names]
+    modes = list(MODES) if mode == ["all"] else [get_mode(name).name for name in mode]
+    options = Options(steps, warmup, PlannerConfig(window_s=window), timer=time.process_time)
+    rows: Rows = []
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as progress:
+        for described in run_all(scenarios, modes, seeds, options, best=best, progress=progress):
+            rows.append(described)
+            if as_json:
+                typer.echo(json.dumps(described))
+            if out:
+                out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if not as_json:
+        for each in scenarios:
+            Console(width=150).print(table(each, [r for r in rows if r["scenario"] == each.name]))
+        typer.echo(f"digest of all figures: {digest(rows)}")
+
+
+def load_scenario(name: str, gpus: int | None = None) -> Scenario:
+    """A built-in scenario or a YAML file, on `gpus` devices if given."""
+    if name.endswith((".yaml", ".yml")):
+        values = yaml.safe_load(Path(name).read_text())
+        if not isinstance(values, dict):
+            raise ConfigError("scenario", name, "is no mapping", "Give `base:` and what differs from it")
+        found = scenario_from(values)
+    else:
+        found = get_scenario(name)
+    return found if gpus is None else found.on_devices(gpus)
+
+
+def run_all(
+    scenarios: list[Scenario],
+    modes: list[str],
+    seeds: int,
+    options: Options,
+    *,
+    best: bool,
+    progress: Progress,
+) -> Iterator[dict[str, Any]]:
+    """Each scenario and mode with the paper's split, then the best one, over all seeds."""
+    for scenario in scenarios:
+        for name in modes:
+            mode = MODES[name]
+            splits = {"paper" if name != "colocated" else "-": paper_shares(scenario, mode)}
+            if best and name in SEARCHED:
+                count = len(list(feasible_splits(scenario, mode)))
+                task = progress.add_task(f"{scenario.name} {name}: splits", total=count + 4)
+                found = best_split(scenario, name, 0, options, on_tried=partial(progress.advance, task))
+                progress.remove_task(task)
+                splits["best"] = found.best
+            for split, shares in splits.items():
+                task = progress.add_task(f"{scenario.name} {name} {split}", total=seeds * options.num_steps)
+                watched = replace(options, on_step=partial(_advance, progress, task))
+                for seed in range(seeds):
+                    before = time.process_time()
+                    row = describe(Simulation(scenario, mode, shares, seed, watched).run(), split)
+                    yield row | {
+                        "planner_ms": row.get("planner_ms"),
+                        "cpu_s": round(time.process_time() - before, 2),
+                    }
+                progress.remove_task(task)
+
+
+def _advance(progress: Progress, task: TaskID, step: int) -> None:
+    progress.advance(task)
+
+
+def table(scenario: Scenario, rows: Rows) -> Table:
+    """Means over seeds, beside the paper's figures where it has them."""
+    shown = Table(
+        title=f"{scenario.name}: {scenario.policy.name} + {scenario.genrm.name}, {scenario.num_devices} {scenario.device.name}"
+    )
+    columns = (
+        "mode",
+        "split",
+        "devices",
+        "tokens/s",
+        "±",
+        "step s",
+        "efficiency",
+        "shifts/step",
+        "pivot is",
+        "paper",
+    )
+    for column in columns:
+        shown.add_column(column.replace("_", " "), justify="left" if column in ("mode", "split") else "right")
+    grouped: dict[tuple[str, str], Rows] = {}
+    for row in rows:
+        grouped.setdefault((row["mode"], row["split"]), []).append(row)
+    means = {key: summary(group) for key, group in grouped.items()}
+    pivot = max(
+        (m["throughput_tokens_per_s"] for (name, _), m in means.items() if name == "pivot"), default=None
+    )
+    theirs = scenario.paper_throughput
+    for (name, split), mean in means.items():
+        speed, shares = mean["throughput_tokens_per_s"], mean["allocation"]
+        shown.add_row(
+            name,
+            split,
+            "/".join(str(shares[role]) for role in ("rollout", "reward", "training")),
+            f"{speed:,.0f}",
+            f"{mean['spread']:,.0f}",
+            f"{mean['step_time_s']:.0f}",
+            f"{mean['efficiency']:.2f}",
+            f"{mean['shifts_per_step']:.1f}",
+            f"{pivot / speed:.2f}×" if pivot else "",
+            f"{theirs['pivot'] / theirs[name]:.2f}×" if name in theirs else "",
+        )
+    return shown
