@@ -68,8 +68,8 @@ def test_every_service_has_a_container_reached_from_loopback_only(described: dic
     assert published["init"] == published["node"] == published["follow"] == []
 
 
-def test_gps_and_the_node_share_memory_that_outlives_both(described: dict[str, Any]) -> None:
-    for name in ("gps", "node"):
+def test_what_maps_the_pool_shares_memory_that_outlives_each(described: dict[str, Any]) -> None:
+    for name in ("gps", "trainer", "node"):
         mounted = {v["target"]: v["source"] for v in described["services"][name]["volumes"]}
         assert mounted["/dev/shm"] == "pool"
     assert described["volumes"]["pool"]["driver_opts"]["type"] == "tmpfs"
@@ -77,7 +77,7 @@ def test_gps_and_the_node_share_memory_that_outlives_both(described: dict[str, A
 
 def test_all_containers_but_init_restart_and_stop_in_time(described: dict[str, Any]) -> None:
     for name, service in described["services"].items():
-        wanted = {"init": "no", "follow": "on-failure"}.get(name, "unless-stopped")
+        wanted = {"init": "no", "follow": "on-failure:5"}.get(name, "unless-stopped")
         assert service["restart"] == wanted, name
         assert service["stop_grace_period"] == f"{STOP_GRACE_S}s"
 
