@@ -46,7 +46,8 @@ def monitor_router(service: MonitorService, now_s: Callable[[], float]) -> APIRo
                     yield f"data: {json.dumps(event)}\n\n"
                 while True:
                     try:
-                        event = await asyncio.wait_for(queue.get(), 15.0)
+                        async with asyncio.timeout(15.0):
+                            event = await queue.get()
                     except TimeoutError:
                         yield ": still here\n\n"
                     else:

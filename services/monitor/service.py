@@ -133,7 +133,8 @@ class MonitorService:
                 self._has_begun, self._mark = True, self._mark_now()  # starting up is not part of a step
             await self._bus.publish(self._subjects.workload, state)
             try:
-                await asyncio.wait_for(self._changed.wait(), 1.0)
+                async with asyncio.timeout(1.0):
+                    await self._changed.wait()
             except TimeoutError:
                 continue
             await asyncio.sleep(0.1)

@@ -226,7 +226,8 @@ class RewardService:
         self._direct[sequence_id] = waiter
         self.shell.submit(record)
         try:
-            finished = await asyncio.wait_for(waiter, self._config.reward.deadline_s)
+            async with asyncio.timeout(self._config.reward.deadline_s):
+                finished = await waiter
         except TimeoutError:
             self._direct.pop(sequence_id, None)
             self.shell.cancel(sequence_id)

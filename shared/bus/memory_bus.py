@@ -73,7 +73,8 @@ class MemoryBus:
         self._tasks.add(answering)
         answering.add_done_callback(self._tasks.discard)
         try:
-            answer = await asyncio.wait_for(asyncio.shield(answering), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                answer = await asyncio.shield(answering)
         except TimeoutError:
             raise late from None
         encoded = self._encode(answer)

@@ -158,7 +158,8 @@ class ProgressOutbox:
 
     async def flush_forever(self) -> None:
         while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._has_final.wait(), FLUSH_INTERVAL_S)
+            with suppress(TimeoutError):  # not wait_for: before Python 3.12 it can swallow a cancellation
+                async with asyncio.timeout(FLUSH_INTERVAL_S):
+                    await self._has_final.wait()
             self._has_final.clear()
             await self.flush()

@@ -773,5 +773,6 @@ class RoleShell:
                 while not condition():
                     async with self._progressed:
                         with contextlib.suppress(TimeoutError):
-                            await asyncio.wait_for(self._progressed.wait(), 0.2)
+                            async with asyncio.timeout(0.2):
+                                await self._progressed.wait()
         return condition()

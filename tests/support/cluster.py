@@ -7,7 +7,7 @@ async with SimulatedCluster(two_device_cluster()) as house:
     await house.replicas["rollout-0"].kill()
 
 A killed replica neither answers nor speaks; whoever waits for it learns nothing. `start` brings it back as
-a new incarnation, asleep. A frozen one is a process that got SIGSTOP. """
+a new incarnation, asleep. A frozen one is a process that got SIGSTOP."""
 
 import asyncio
 import contextlib

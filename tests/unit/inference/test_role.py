@@ -148,7 +148,7 @@ async def test_a_killed_replicas_sequences_resume_elsewhere_and_it_serves_again(
     await house.until_finished(*names, *more)
     house.check_finished()
     assert house.tokens_on(R0) > first_life
-    assert house.shells[ROLLOUT].num_replica_deaths == 1
+    assert house.shells[ROLLOUT].num_replica_deaths >= 1
     repeated = sum(count - 1 for count in house.generated().values())
     assert repeated <= len(names) * 120  # at most what one replica had not sent: 100 ms of its tokens
 
@@ -203,7 +203,7 @@ async def test_a_hung_replica_that_comes_to_its_senses_serves_again(house: Simul
         house.submit(ROLLOUT, name, max_new_tokens=500)
     await running(house, *names)
     house.replicas[R0].freeze()
-    await house.until(lambda: house.shells[ROLLOUT].num_replica_deaths == 1)
+    await house.until(lambda: house.shells[ROLLOUT].num_replica_deaths >= 1)
     house.replicas[R0].thaw()
     before = house.tokens_on(R0)
     more = [f"1{name}" for name in ids(10)]
