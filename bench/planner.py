@@ -2,7 +2,7 @@
 
 Per cluster size: reading the workload into replayable loads and building shift pairs (pre-processing), the
 dynamic program (construction), replaying every candidate (simulation), and the whole `Planner.step`, which
-replays at most about `max_evaluated` of them. Rollout replicas take one device, reward replicas four; a
+replays those that may be the best. Rollout replicas take one device, reward replicas four; a
 third of the devices serve reward; loads have a long tail.
 """
 
@@ -143,7 +143,7 @@ def measure(num_devices: int, repeat: int, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--devices", type=int, nargs="+", default=[16, 32, 64, 128, 1024])
+    parser.add_argument("--devices", type=int, nargs="+", default=[16, 32, 64, 128, 1024, 4096])
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")

@@ -124,22 +124,20 @@ def _advance(progress: Progress, task: TaskID, step: int) -> None:
 
 def table(scenario: Scenario, rows: Rows) -> Table:
     """Means over seeds, beside the paper's figures where it has them."""
-    shown = Table(
-        title=f"{scenario.name}: {scenario.policy.name} + {scenario.genrm.name}, {scenario.num_devices} {scenario.device.name}"
-    )
-    columns = (
+    models = f"{scenario.policy.name} + {scenario.genrm.name}"
+    shown = Table(title=f"{scenario.name}: {models}, {scenario.num_devices} {scenario.device.name}")
+    for column in [
         "mode",
         "split",
         "devices",
         "tokens/s",
         "±",
-        "step s",
+        "step_s",
         "efficiency",
         "shifts/step",
-        "pivot is",
+        "pivot_is",
         "paper",
-    )
-    for column in columns:
+    ]:
         shown.add_column(column.replace("_", " "), justify="left" if column in ("mode", "split") else "right")
     grouped: dict[tuple[str, str], Rows] = {}
     for row in rows:

@@ -58,7 +58,7 @@ class PlannerConfig:
     cooldown_s: float = 0.0
     """Least time from a completed shift to the next one between rollout and reward."""
     max_evaluated: int = 48
-    """Replay at most about this many candidates: with more, an even grid of them, then around the best."""
+    """Replay at most this many candidates, the most promising first; fewer are enough nearly always."""
     use_throughput_model: bool = True
     """Off is the ablation where a busy replica counts 1 token/s."""
     migration: bool = True

@@ -12,6 +12,7 @@ Liveness, beyond the paper
 - Training that is not active and holds devices while no batch is ready is a donor that costs nothing.
 """
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
@@ -108,7 +109,13 @@ class Planner(ShiftPolicy):
         def judge(i: int) -> CandidateRecord:
             return self._judge(up_role, found[i], replays, current, now_s)
 
-        judged = list(search(len(found), judge, self.config.max_evaluated).values())
+        def bound(before: CandidateRecord, after: CandidateRecord, i: int) -> float:
+            """Throughput of the up-role as in `after`, of the donor as in `before`, at the penalty of `i`."""
+            up, down = _split(up_role, after)[0], _split(up_role, before)[1]
+            tokens_per_s = self._combined(replays, up_role, up, down)
+            return self.config.window_s * (tokens_per_s - current) - found[i].penalty_tokens
+
+        judged = list(search(len(found), judge, bound, self.config.max_evaluated).values())
         best: int | None = None
         for i, candidate in enumerate(judged):
             if worth(candidate) > 0 and (best is None or worth(candidate) > worth(judged[best])):
@@ -194,31 +201,58 @@ class Planner(ShiftPolicy):
         self._payback = _Payback(plan, now_s + payback_s)
 
 
+def _split(up_role: Role, record: CandidateRecord) -> tuple[float, float]:
+    """Throughput of the up-role and of the other."""
+    rollout, reward = record.rollout_tokens_per_s, record.reward_tokens_per_s
+    return (rollout, reward) if up_role is Role.ROLLOUT else (reward, rollout)
+
+
 def worth(candidate: CandidateRecord) -> float:
     """What choosing it would bring, tokens; nothing can bring a refused one."""
     return -inf if candidate.refusal else candidate.benefit_tokens
 
 
 def search(
-    num_candidates: int, judge: Callable[[int], CandidateRecord], max_evaluated: int
+    num_candidates: int,
+    judge: Callable[[int], CandidateRecord],
+    bound: Callable[[CandidateRecord, CandidateRecord, int], float],
+    max_evaluated: int,
 ) -> dict[int, CandidateRecord]:
-    """Judged candidates by ascending index: all of them if they are few.
+    """Judged candidates by ascending index, the best one among them; few of many are judged.
 
-    With more than `max_evaluated`, an even grid with both ends, then halving the gaps beside the best so far
-    until its neighbours are judged too. That finds the best one where benefit has a single peak, which more
-    replicas for one role at the growing cost of the other nearly always give.
+    Candidates are in the order of replicas gained: along them the up-role's throughput never falls and the
+    donor's never rises. So between two judged ones nothing is worth more than `bound(before, after, i)`, i
+    the index of the first between, and a gap whose bound does not reach the best so far holds nothing better.
+    Gaps are halved, the most promising first.
     """
-    grid = min(num_candidates, max_evaluated)
-    last = num_candidates - 1
-    judged = {i: judge(i) for i in sorted({round(j * last / max(1, grid - 1)) for j in range(grid)})}
-    while judged:
-        best = max(sorted(judged), key=lambda i: worth(judged[i]))
-        below = max((i for i in judged if i < best), default=best)
-        above = min((i for i in judged if i > best), default=best)
-        middles = {(below + best) // 2, (best + above + 1) // 2} - judged.keys()
-        if not middles:
+    judged: dict[int, CandidateRecord] = {}
+    if not num_candidates:
+        return judged
+    best = 0.0
+
+    def look(i: int) -> None:
+        nonlocal best
+        judged[i] = judge(i)
+        best = max(best, worth(judged[i]))
+
+    gaps: list[tuple[float, int, int]] = []
+
+    def open_gap(low: int, high: int) -> None:
+        if high - low > 1:
+            heapq.heappush(gaps, (-bound(judged[low], judged[high], low + 1), low, high))
+
+    look(0)
+    if num_candidates > 1:
+        look(num_candidates - 1)
+    open_gap(0, num_candidates - 1)
+    while gaps and len(judged) < max_evaluated:
+        promise, low, high = heapq.heappop(gaps)
+        if -promise <= 0.0 or -promise < best:
             break
-        judged |= {i: judge(i) for i in sorted(middles)}
+        middle = (low + high) // 2
+        look(middle)
+        open_gap(low, middle)
+        open_gap(middle, high)
     return dict(sorted(judged.items()))
 
 

@@ -9,18 +9,21 @@ Invariants
 - Dispatch goes in queue order and stops at the first sequence that fits nowhere.
 - Every accepted move of a shift-up strictly raises the aggregate throughput, so moving ends.
 
-Cost: O(I) vector work for each placed sequence. Queue and move order are given by `Movable.rank`.
+Cost: O(I) for each placed sequence. Queue and move order are given by `Movable.rank`.
 """
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from math import fsum
-from typing import NamedTuple, Self
+from math import fsum, inf
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from shared.ids import ReplicaId
 from shared.scheduling.throughput import ThroughputModel
+
+_SMALL = 12
+"""Replicas up to which a loop beats vectors."""
 
 
 class Movable(NamedTuple):
@@ -51,22 +54,25 @@ def tie_order(replica: ReplicaId) -> tuple[str, int, str]:
 class ReplicaLoads:
     """n, tokens, KV room and throughput of every replica of a role; replicas are indexes in `ids`.
 
-    Each quantity is a list; what `best` needs of all replicas at once is mirrored in vectors.
+    What `best` and `fastest` need of all replicas at once is kept ready: the denominator of T one sequence
+    further, without its length. Few replicas are compared in a loop over lists, many with vectors; the
+    arithmetic is the same.
     """
 
     __slots__ = (
         "_attention",
+        "_base",
         "_gain",
+        "_is_small",
         "_n",
         "_next_n",
-        "_next_overhead",
         "_open",
         "_overheads",
         "_room",
         "_room_vector",
+        "_speed",
         "_threshold",
         "_tok",
-        "_tok_vector",
         "_tokens_per_s",
         "ids",
         "index",
@@ -78,72 +84,88 @@ class ReplicaLoads:
         self.ids = tuple(sorted(kv_capacity_tokens, key=tie_order))
         self.index = {replica: i for i, replica in enumerate(self.ids)}
         size = len(self.ids)
+        self._is_small = size <= _SMALL
         self._attention = model.attention_s_per_token
         self._overheads = [0.0, model.overhead_s(1)]
         self._n, self._tok, self._tokens_per_s = [0] * size, [0] * size, [0.0] * size
         self._room = [kv_capacity_tokens[replica] for replica in self.ids]
         self._open = [True] * size
-        self._tok_vector, self._next_n = np.zeros(size), np.ones(size)
-        self._next_overhead = np.full(size, self._overheads[1])
-        self._threshold = np.zeros(size)  # T of an open replica; a closed one can never exceed it
-        self._room_vector = np.array(self._room, dtype=np.float64)
-        self._gain = np.empty(size)
+        self._base: Any = [self._overheads[1]] * size  # A·tok + overhead(n + 1)
+        self._next_n: Any = [1.0] * size
+        self._threshold: Any = [0.0] * size  # T of an open replica; a closed one can never exceed it
+        self._speed: Any = [0.0] * size  # T of an open replica, -1 of a closed one
+        self._room_vector: Any = self._room
+        self._gain: Any = None
+        if not self._is_small:
+            for name in ("_base", "_next_n", "_threshold", "_speed", "_room_vector"):
+                setattr(self, name, np.array(getattr(self, name), dtype=np.float64))
+            self._gain = np.empty(size)
 
     def copy(self) -> Self:
         """An independent copy, to try decisions on."""
         twin = type(self).__new__(type(self))
         twin.model, twin.ids, twin.index = self.model, self.ids, self.index
-        twin._attention, twin._overheads = self._attention, self._overheads
+        twin._attention, twin._overheads, twin._is_small = self._attention, self._overheads, self._is_small
         twin._n, twin._tok, twin._tokens_per_s = self._n.copy(), self._tok.copy(), self._tokens_per_s.copy()
         twin._room, twin._open = self._room.copy(), self._open.copy()
-        twin._tok_vector, twin._next_n = self._tok_vector.copy(), self._next_n.copy()
-        twin._next_overhead, twin._threshold = self._next_overhead.copy(), self._threshold.copy()
-        twin._room_vector, twin._gain = self._room_vector.copy(), np.empty(len(self.ids))
+        twin._base, twin._next_n = self._base.copy(), self._next_n.copy()
+        twin._threshold, twin._speed = self._threshold.copy(), self._speed.copy()
+        twin._room_vector = twin._room if self._is_small else self._room_vector.copy()
+        twin._gain = None if self._is_small else np.empty(len(self.ids))
         return twin
 
     def set_open(self, replica: int, is_open: bool) -> None:
         """A closed replica keeps its load and takes no sequence."""
         self._open[replica] = is_open
-        self._threshold[replica] = self._tokens_per_s[replica] if is_open else np.inf
+        self._threshold[replica] = self._tokens_per_s[replica] if is_open else inf
+        self._speed[replica] = self._tokens_per_s[replica] if is_open else -1.0
 
     def is_open(self, replica: int) -> bool:
         return self._open[replica]
 
     def change(self, replica: int, num_sequences: int, tokens: int, need: int) -> None:
         """Add (or with negative numbers take away) sequences with their tokens and KV need."""
-        n = self._n[replica] + num_sequences
+        n = self._n[replica] = self._n[replica] + num_sequences
+        tok = self._tok[replica] = self._tok[replica] + tokens
         overheads = self._overheads
         while n + 1 >= len(overheads):
             overheads.append(self.model.overhead_s(len(overheads)))
-        tok = self._tok[replica] + tokens
-        tokens_per_s = n / (self._attention * tok + overheads[n]) if n else 0.0
-        self._n[replica], self._tok[replica], self._tokens_per_s[replica] = n, tok, tokens_per_s
-        self._room[replica] = self._room_vector[replica] = self._room[replica] - need
-        self._tok_vector[replica] = tok
+        attention_s = self._attention * tok
+        tokens_per_s = self._tokens_per_s[replica] = n / (attention_s + overheads[n]) if n else 0.0
+        room = self._room[replica] - need
+        self._room[replica] = room
+        self._base[replica] = attention_s + overheads[n + 1]
         self._next_n[replica] = n + 1
-        self._next_overhead[replica] = overheads[n + 1]
+        if not self._is_small:
+            self._room_vector[replica] = room
         if self._open[replica]:
-            self._threshold[replica] = tokens_per_s
+            self._threshold[replica] = self._speed[replica] = tokens_per_s
 
     def best(self, length: int, need: int) -> int | None:
         """The open replica with room for `need` that gains most from a sequence of `length`, if any."""
-        if not self.ids:
-            return None
-        gain = self._gain
-        np.add(self._tok_vector, length, out=gain)
-        np.multiply(gain, self._attention, out=gain)
-        np.add(gain, self._next_overhead, out=gain)
-        np.divide(self._next_n, gain, out=gain)
-        np.subtract(gain, self._threshold, out=gain)
-        winner = int(gain.argmax())
+        attention_s = self._attention * length
+        if self._is_small:
+            winner, most = None, -inf
+            rows = zip(self._next_n, self._base, self._threshold, self._room, strict=True)
+            for i, (next_n, base, threshold, room) in enumerate(rows):
+                gain = next_n / (base + attention_s) - threshold
+                if gain > most and room >= need:
+                    winner, most = i, gain
+            return winner
+        gains = self._gain
+        np.add(self._base, attention_s, out=gains)
+        np.divide(self._next_n, gains, out=gains)
+        np.subtract(gains, self._threshold, out=gains)
+        winner = int(gains.argmax())
         if self._room[winner] < need:
-            gain[self._room_vector < need] = -np.inf
-            winner = int(gain.argmax())
-        return None if gain[winner] == -np.inf else winner
+            gains[self._room_vector < need] = -inf
+            winner = int(gains.argmax())
+        return None if gains[winner] == -inf else winner
 
     def fastest(self) -> int:
         """The open replica with the highest throughput; the lowest slot of several."""
-        return int(np.where(self._threshold < np.inf, self._threshold, -1.0).argmax())
+        speed = self._speed
+        return speed.index(max(speed)) if self._is_small else int(speed.argmax())
 
     def num_sequences(self, replica: int) -> int:
         return self._n[replica]

@@ -192,9 +192,10 @@ class Scheduler:
             if state is None or state.place.replica != event.replica or state.attempt != attempt:
                 self._counts["num_stale_reports"] += 1
                 continue
-            if total <= state.generated_tokens:
+            grown_by = total - state.generated_tokens
+            if grown_by <= 0:
                 continue
-            grown = SequenceState(
+            self._sequences[sequence] = SequenceState(
                 sequence,
                 state.prompt_tokens,
                 total,
@@ -203,9 +204,11 @@ class Scheduler:
                 state.place,
                 state.is_cancelled,
             )
-            self._sequences[sequence] = grown
-            new_tokens += total - state.generated_tokens
-            new_need += grown.kv_need(margin) - state.kv_need(margin)
+            new_tokens += grown_by
+            may_generate = state.max_new_tokens - total
+            new_need += grown_by
+            if may_generate < margin:  # room set aside shrinks as the end comes near
+                new_need += self._need(self._sequences[sequence]) - self._need(state) - grown_by
         if new_tokens:
             self._loads.change(self._loads.index[event.replica], 0, new_tokens, new_need)
 

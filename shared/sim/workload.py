@@ -7,7 +7,7 @@ the median as a function of the share of the run that is over.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shared.errors import ConfigError
@@ -82,6 +82,10 @@ class Workload:
     @property
     def batch_samples(self) -> int:
         return self.prompts_per_step * self.samples_per_prompt
+
+    def times(self, factor: int) -> "Workload":
+        """The same with `factor` times as many prompts a step."""
+        return replace(self, prompts_per_step=factor * self.prompts_per_step)
 
     def batch(self, seed: int, index: int, num_steps: int) -> Sequence[Sample]:
         """The samples of batch `index` of a run of `num_steps`, group by group."""

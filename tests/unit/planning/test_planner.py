@@ -349,26 +349,42 @@ def test_an_empty_role_load_is_no_work():
     assert WorkloadState().of(Role.REWARD) == RoleLoad()
 
 
-def record_of(benefit):
-    return CandidateRecord((), (), False, 0.0, 0.0, 0.0, 0.0, benefit)
-
-
-@given(st.integers(0, 300), st.integers(0, 299), st.integers(2, 60))
-def test_the_search_finds_a_single_peak_without_judging_all(num, peak, max_evaluated):
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 30)), min_size=1, max_size=120)
+)
+def test_the_search_finds_the_best_where_throughputs_are_monotone(steps):
+    """Up-role throughput rises along the candidates, the donor's falls, penalties rise."""
+    up, down, penalty = 0, 2_000, 0
+    found = []
+    for more, less, cost in steps:
+        up, down, penalty = up + more, down - less, penalty + cost
+        found.append((float(up), float(down), float(penalty)))
     asked = []
+
+    def value(up, down, penalty):
+        return up + down - 2_000 - penalty
 
     def judge(i):
         asked.append(i)
-        return record_of(-abs(float(i - peak)))
+        up, down, penalty = found[i]
+        return CandidateRecord((), (), False, penalty, up, down, up + down, value(up, down, penalty))
 
-    judged = search(num, judge, max_evaluated)
-    assert list(judged) == sorted(asked) == sorted(set(asked)), "each at most once"
-    if num:
-        assert min(abs(i - peak) for i in judged) == max(0, peak - num + 1)
-    assert len(judged) <= max_evaluated + 2 * 9
+    def bound(before, after, i):
+        return value(after.rollout_tokens_per_s, before.reward_tokens_per_s, found[i][2])
+
+    judged = search(len(found), judge, bound, 200)
+    assert sorted(asked) == list(judged), "each at most once"
+    best = max(0.0, *(value(*each) for each in found), 0.0)
+    assert max(0.0, *(c.benefit_tokens for c in judged.values()), 0.0) == best
 
 
-@given(st.lists(st.integers(-5, 5), max_size=40))
-def test_few_candidates_are_all_judged(benefits):
-    judged = search(len(benefits), lambda i: record_of(float(benefits[i])), 48)
-    assert list(judged) == list(range(len(benefits)))
+def test_the_search_leaves_out_what_cannot_pay():
+    def judge(i):
+        asked.append(i)
+        return CandidateRecord((), (), False, 0.0, 1.0, 1.0, 1.0, -5.0)
+
+    asked = []
+    assert search(0, judge, lambda before, after, i: 1.0, 48) == {}
+    judged = search(300, judge, lambda before, after, i: -1.0, 48)
+    assert list(judged) == sorted(asked) == [0, 299]
+    assert len(search(300, judge, lambda before, after, i: 1.0, 9)) == 9
