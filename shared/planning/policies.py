@@ -139,18 +139,18 @@ class RolloutRewardColocated(ShiftPolicy):
     """Rollout and reward take turns on every device that is not training's."""
 
     def decide(self, state: WorkloadState, now_s: float) -> PlanRecord:
+        if not self._allocation.active:  # a shift failed
+            role = Role.REWARD if state.reward.num_sequences else Role.ROLLOUT
+            return self._turn_of(role, "no role has the devices", now_s)
         holder = Role.REWARD if self._allocation.active_of(Role.REWARD, self.cluster) else Role.ROLLOUT
         if state.of(holder).num_sequences or not state.of(holder.opposite).num_sequences:
             return PlanRecord(now_s, f"{holder} has its turn")
-        up = _disjoint(
-            self.cluster.slots_of(holder.opposite),
-            set(self.cluster.training_devices),
-            len(self.cluster.devices),
-        )
-        plan = self.plan_for(holder.opposite, up)
-        return PlanRecord(
-            now_s, f"{holder} has nothing left: {holder.opposite} has its turn", plan.up_role, plan
-        )
+        return self._turn_of(holder.opposite, f"{holder} has nothing left", now_s)
+
+    def _turn_of(self, role: Role, why: str, now_s: float) -> PlanRecord:
+        taken = set(self.cluster.training_devices)
+        up = _disjoint(self.cluster.slots_of(role), taken, len(self.cluster.devices))
+        return PlanRecord(now_s, f"{why}: {role} has its turn", role, self.plan_for(role, up))
 
 
 class Static(ShiftPolicy):

@@ -15,6 +15,7 @@ sequences.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 
 from shared.errors import PivotError
@@ -26,6 +27,7 @@ from shared.planning.plan import (
     PlanRecord,
     PlanRecorded,
     ShiftCompleted,
+    ShiftFailed,
     ShiftPlan,
     ShiftStarted,
     WorkloadObserved,
@@ -35,7 +37,9 @@ from shared.planning.workload import TrainingActivity, TrainingState, WorkloadSt
 from shared.scheduling.config import SchedulerConfig
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.sequence import (
+    FINISHED,
     AbortSequence,
+    ReplicaDied,
     ReplicaProgressed,
     ReplicaShiftingDown,
     ReplicasShiftedUp,
@@ -50,6 +54,7 @@ from shared.scheduling.sequence import (
 from shared.scheduling.staleness import num_issuable, sample_staleness
 from shared.scheduling.throughput import ThroughputModel
 from shared.sim.cluster import Engine, EngineModel, Usage
+from shared.sim.faults import FaultDraws, Faults
 from shared.sim.kernel import DECIDE, REPORT, EventQueue
 from shared.sim.modes import Mode, RoleCosts, planner_config, start_of, training_shift_s
 from shared.sim.scenarios import Scenario, Shares
@@ -73,6 +78,9 @@ class Options:
     timer: Callable[[], float] | None = None
     """Seconds of a real clock, to measure decisions; None leaves them out."""
     on_step: Callable[[int], None] | None = None
+    faults: Faults = field(default_factory=Faults)
+    on_event: Callable[["Simulation"], None] | None = None
+    """Called after each event, to check invariants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +130,8 @@ class RunResult:
     num_events: int
     num_moves: int
     """Sequences stopped to run elsewhere, for whatever reason."""
+    num_deaths: int
+    num_failed_shifts: int
 
 
 @dataclass(slots=True)
@@ -202,6 +212,8 @@ class Simulation:
         self._plans: list[PlanRecord] = []
         self._timeline: list[TimelinePoint] = []
         self._start_account: Account | None = None
+        self._draws = FaultDraws(options.faults)
+        self.num_deaths = self.num_failed_shifts = 0
         self._awaken(sorted(start.active))
 
     def _mean_lengths(self) -> dict[Role, float]:
@@ -221,6 +233,7 @@ class Simulation:
     def run(self) -> RunResult:
         """Play it until `num_steps` steps are trained. PivotError if nothing moves any more."""
         self._issue()
+        self._arrange_deaths()
         if self.mode.is_fixed:
             self.queue.after(FIXED_REPORT_S, self._report_for_ever, REPORT)
         else:
@@ -233,6 +246,8 @@ class Simulation:
             if not self.queue.advance():
                 raise PivotError(f"{self.mode.name} stands still at {self.queue.now_s:.1f} s")
             self._flush()
+            if self.options.on_event:
+                self.options.on_event(self)
             if self.num_trained != last_progress[0]:
                 last_progress = (self.num_trained, self.queue.now_s)
             elif self.queue.now_s - last_progress[1] > 1e5:
@@ -259,6 +274,8 @@ class Simulation:
             self.max_staleness,
             self.queue.num_done,
             self._num_moves,
+            self.num_deaths,
+            self.num_failed_shifts,
         )
 
     # Samples
@@ -325,11 +342,11 @@ class Simulation:
 
     def _abort(self, role: Role, replica: ReplicaId, sequence: SequenceId, attempt: int) -> None:
         stopped = self.engines[replica].abort(sequence)
-        assert stopped is not None
-        self.queue.after(
-            self.scenario.abort_s,
-            lambda: self._confirm(role, SequenceAborted(sequence, replica, attempt, stopped[1])),
-        )
+        if stopped is None:  # it has finished, and that report is on its way
+            return
+        event = SequenceAborted(sequence, replica, attempt, stopped[1])
+        for delay_s in self._draws.deliveries_s():
+            self.queue.after(self.scenario.abort_s + delay_s, partial(self._confirm, role, event))
 
     def _confirm(self, role: Role, event: SequenceAborted) -> None:
         self._feed(role, event)
@@ -346,7 +363,9 @@ class Simulation:
             self._feed(role, ReplicasShiftedUp(tuple(awake)))
 
     def _remove(self, replica: ReplicaId) -> None:
-        engine = self.engines.pop(replica)
+        engine = self.engines.pop(replica, None)
+        if engine is None:  # it died
+            return
         engine.advance(self.queue.now_s)
         self._usage[self._role_of[replica]].add(engine.usage)
         self._wake_s.pop(replica, None)
@@ -376,20 +395,36 @@ class Simulation:
         engine.advance(self.queue.now_s)
         self._dirty[replica] = None
         for sequence, attempt, total in engine.settle():
-            self._feed(role, SequenceFinished(sequence, replica, attempt, total))
-            self._feed(role, SequencesRetired((sequence,)))
-            self._on_finished(role, sequence)
-            if not self.mode.is_fixed and self._is_role_empty(role):
-                self._decide_soon()
+            event = SequenceFinished(sequence, replica, attempt, total)
+            for delay_s in self._draws.deliveries_s():
+                if delay_s:
+                    self.queue.after(delay_s, partial(self._finish, role, event))
+                else:
+                    self._finish(role, event)
+
+    def _finish(self, role: Role, event: SequenceFinished) -> None:
+        self._feed(role, event)
+        state = self.schedulers[role].sequence(event.sequence)
+        if state is not None and state.place is FINISHED:
+            self._feed(role, SequencesRetired((event.sequence,)))
+            self._on_finished(role, event.sequence)
+        self._check_emptied()
+        if not self.mode.is_fixed and self._is_role_empty(role):
+            self._decide_soon()
 
     def _is_role_empty(self, role: Role) -> bool:
         return self.schedulers[role].num_unfinished == 0
 
     def _report(self) -> None:
-        for replica, engine in self.engines.items():
+        for replica, engine in list(self.engines.items()):
             engine.advance(self.queue.now_s)
             if engine.num_sequences:
-                self._feed(self._role_of[replica], ReplicaProgressed(replica, tuple(engine.progress())))
+                event = ReplicaProgressed(replica, tuple(engine.progress()))
+                for delay_s in self._draws.deliveries_s():
+                    if delay_s:
+                        self.queue.after(delay_s, partial(self._feed, self._role_of[replica], event))
+                    else:
+                        self._feed(self._role_of[replica], event)
 
     def _report_for_ever(self) -> None:
         self._report()
@@ -516,7 +551,22 @@ class Simulation:
         shift.durations[plan.up_role, Direction.UP] = up_s
         self._shifting_device_s += len(plan.devices) * (down_s + up_s)
         self._mark()
-        self.queue.after(down_s + up_s, self._complete)
+        faults = self.options.faults
+        late_s = faults.late_s if self._draws.happens(faults.late_shifts) else 0.0
+        end = self._fail if self._draws.happens(faults.failed_shifts) else self._complete
+        self.queue.after(down_s + up_s + late_s, end)
+
+    def _fail(self) -> None:
+        """The up-half failed and was rolled back: what left is gone, its devices are free."""
+        shift = self._shift
+        assert shift is not None
+        self._shift = None
+        self.num_failed_shifts += 1
+        self.policy.step(ShiftFailed(shift.plan.id, "drawn"), self.queue.now_s)
+        self._settled_s = self.queue.now_s + self.scenario.settle_s
+        self._mark()
+        self._maybe_train()
+        self._decide_soon()
 
     def _complete(self) -> None:
         shift = self._shift
@@ -531,6 +581,43 @@ class Simulation:
         self._mark()
         self._maybe_train()
         self._decide_soon()
+
+    # Deaths
+
+    def _arrange_deaths(self) -> None:
+        faults = self.options.faults
+        for rate, die in ((faults.deaths_per_s, self._kill_one), (faults.node_deaths_per_s, self._kill_node)):
+            if rate > 0.0:
+                self.queue.after(self._draws.next_s(rate), partial(self._die_for_ever, rate, die))
+
+    def _die_for_ever(self, rate: float, die: Callable[[], None]) -> None:
+        die()
+        self.queue.after(self._draws.next_s(rate), partial(self._die_for_ever, rate, die))
+
+    def _kill_one(self) -> None:
+        if self.engines:
+            self._kill(sorted(self.engines)[self._draws.below(len(self.engines))])
+
+    def _kill_node(self) -> None:
+        size = self.options.faults.devices_per_node
+        node = self._draws.below(-(-self.scenario.num_devices // size))
+        for replica in sorted(self.engines):
+            if any(device // size == node for device in self.cluster.slot(replica).devices):
+                self._kill(replica)
+
+    def _kill(self, replica: ReplicaId) -> None:
+        self.num_deaths += 1
+        self._remove(replica)
+        self._feed(self._role_of[replica], ReplicaDied(replica))
+        self._check_emptied()
+        self.queue.after(self.options.faults.restart_s, partial(self._restart, replica))
+
+    def _restart(self, replica: ReplicaId) -> None:
+        """A replica that still holds its devices comes back; one that left meanwhile stays asleep."""
+        shift = self._shift
+        is_leaving = shift is not None and replica in shift.plan.down_replicas
+        if replica in self.policy.allocation.active and replica not in self.engines and not is_leaving:
+            self._awaken([replica])
 
     # Accounts
 

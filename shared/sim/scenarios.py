@@ -1,18 +1,18 @@
 """The experiments: models, devices, batch, lengths and splits (paper Table 1, Table 4, §8.1).
 
-Lengths are not in the paper beyond the caps of 2K, 15K and 20K tokens. Ours are chosen from public figures and
-from what the paper's Figure 10 allows, and are the same for all four groups:
+Lengths are not in the paper beyond the caps of 2K, 15K and 20K tokens. Ours are chosen from public figures
+and from what the paper's Figure 10 allows, and are the same for all four groups:
 
 - prompts of competition mathematics have about 100 to 300 tokens: median 150;
-- responses of Qwen2.5 policies to such problems start at 600 to 1,000 tokens and grow under DAPO: median 800,
-  mean 1,180. Figure 10 agrees: training on 8 devices stays under about two minutes there, which is at most 1.2M
-  response tokens a step of a 7B policy;
-- verdicts come from reasoning models (Qwen3-30B-A3B, GLM-Z1, Qwen3.5), which write about 5K tokens on MATH-500
-  and 12K to 15K on AIME: median 6,000, mean 7,400. Figure 10 agrees that they are most of the tokens: three steps
-  take about 1,730 s at 22,800 tokens/s.
+- responses of Qwen2.5 policies to such problems start at 600 to 1,000 tokens and grow under DAPO: median
+  800, mean 1,180. Figure 10 agrees: training on 8 devices stays under about two minutes there, which is at
+  most 1.2M response tokens a step of a 7B policy;
+- verdicts come from reasoning models (Qwen3-30B-A3B, GLM-Z1, Qwen3.5), which write about 5K tokens on
+  MATH-500 and 12K to 15K on AIME: median 6,000, mean 7,400. Figure 10 agrees that they are most of the
+  tokens: three steps take about 1,730 s at 22,800 tokens/s.
 
-A step is 64 prompts of 16 samples for 32 devices and grows with them, so that as many samples are under way per
-device in all groups.
+A step is 64 prompts of 16 samples for 32 devices and grows with them, so that as many samples are under way
+per device in all groups.
 """
 
 from collections.abc import Mapping

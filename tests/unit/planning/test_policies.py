@@ -13,6 +13,7 @@ from shared.planning.plan import ExecuteShift, ShiftCompleted, WorkloadObserved
 from shared.planning.planner import Planner
 from shared.planning.policies import Split, initial_allocation, make_policy
 from shared.planning.workload import TrainingActivity, TrainingState, WorkloadState
+from shared.scheduling.sequence import RoleLoad
 from shared.scheduling.throughput import H20_7B_TP1
 
 IDLE, ACTIVE, DONE = TrainingActivity
@@ -133,3 +134,15 @@ def test_rule_based_counts_work_without_replicas_as_full():
     )
     assert drive(made, reward=1).up_role is Role.REWARD
     assert drive(made, reward=1, ready=True).training_up
+
+
+def test_rollout_reward_colocated_starts_again_after_a_failed_shift():
+    spec = cluster(4, training=2)
+    policy = make_policy(
+        PlannerConfig(policy="rollout_reward_colocated"), spec, Allocation(frozenset(), training_holds=True)
+    )
+    state = WorkloadState(reward=RoleLoad(queue=(100,)))
+    record = policy.decide(state, 0.0)
+    assert record.plan is not None
+    assert record.plan.up_role is Role.REWARD
+    assert not record.plan.training_down

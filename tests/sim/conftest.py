@@ -1,0 +1,18 @@
+"""The small cluster of the unit tests, here too."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "sim"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fault-seeds", type=int, default=8, help="seeds of random faults for each mode")
+
+
+def pytest_generate_tests(metafunc):
+    if "fault_seed" not in metafunc.fixturenames:
+        return
+    seeds = range(metafunc.config.getoption("--fault-seeds"))
+    modes = ("pivot", "disaggregated", "colocated", "rollout_reward_colocated", "static", "rule_based")
+    metafunc.parametrize(("fault_mode", "fault_seed"), [(mode, seed) for mode in modes for seed in seeds])
