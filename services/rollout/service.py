@@ -171,7 +171,7 @@ class RolloutService:
             return
         assert self.shell is not None
         # Issued under this version means: no token by an older one. So every replica has it first.
-        await self.shell.refresh(message.version)
+        await self.shell.shifts.refresh(message.version)
         self._version = max(self._version, message.version)
         self._version_changed.set()
 
@@ -179,7 +179,7 @@ class RolloutService:
         """Takes up where a former process of this run stopped; returns the number of sequences run again."""
         assert self.shell is not None
         self._version = version
-        self.shell.require_version(version)
+        self.shell.shifts.require_version(version)
         trained = version * self._config.training.prompts_per_step
         done = {
             stored.message.sample_id

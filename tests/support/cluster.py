@@ -296,8 +296,7 @@ class SimulatedCluster:
         for task in self._tasks.pop(role):
             task.cancel()
         shell = self.shells[role]
-        for subscription in shell._subscriptions:
-            await subscription.close()
+        await shell.shifts.close()
         return shell
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

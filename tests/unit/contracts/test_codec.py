@@ -24,7 +24,7 @@ def test_every_registered_message_has_an_example() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda m: type(m).__name__)
 def test_bytes_are_golden(example: Message) -> None:
-    """An old record must stay readable. A message that changes on purpose gets its new digest written here."""
+    """An old record must stay readable. A message changed on purpose gets its new digest written here."""
     golden = json.loads(GOLDEN.read_text())
     digest = hashlib.sha256(codec.encode(example).payload).hexdigest()[:16]
     assert golden[type(example).__name__] == digest

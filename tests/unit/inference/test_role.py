@@ -10,6 +10,7 @@ from shared.contracts.replica import SequenceProgress
 from shared.errors import Conflict, InvalidRequest, NotFound, PivotError, ShiftFailed
 from shared.ids import ReplicaId, Role, SequenceId
 from shared.inference import role as role_module
+from shared.inference import role_times
 from tests.support.cluster import SimulatedCluster, record, until
 
 ROLLOUT = Role.ROLLOUT
@@ -26,7 +27,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         ("PING_DEADLINE_S", 0.3),
         ("SHIFT_MARGIN_S", 0.2),
     ):
-        monkeypatch.setattr(role_module, name, seconds)
+        monkeypatch.setattr(role_times, name, seconds)
 
 
 @pytest.fixture
@@ -282,7 +283,7 @@ async def test_a_refresh_during_generation_stamps_versions(house: SimulatedClust
         house.submit(ROLLOUT, name, max_new_tokens=300)
     await running(house, *names)
     house.weights[ROLLOUT].version = 1
-    await house.shells[ROLLOUT].refresh(1)
+    await house.shells[ROLLOUT].shifts.refresh(1)
     assert {r.worker.telemetry().policy_version for r in house.replicas.values() if r.worker} == {1}
     await house.until_finished(*names)
     house.check_finished()
@@ -298,7 +299,7 @@ async def test_a_replica_that_wakes_while_the_version_flips_serves_with_the_new_
     await asyncio.sleep(0.1)
     house.weights[ROLLOUT].version = 3
     house.submit(ROLLOUT, "a")
-    await house.shells[ROLLOUT].refresh(3)
+    await house.shells[ROLLOUT].shifts.refresh(3)
     assert (await shift).policy_version == 3
     await house.until_finished("a")
     assert house.finished["a"].versions == [(3, 50)]
@@ -308,7 +309,7 @@ async def test_a_revived_replica_serves_with_the_newest_version(house: Simulated
     await house.shift_up(ROLLOUT, R0)
     await house.replicas[R0].kill()
     house.weights[ROLLOUT].version = 2
-    await house.shells[ROLLOUT].refresh(2)
+    await house.shells[ROLLOUT].shifts.refresh(2)
     house.submit(ROLLOUT, "a")
     await house.replicas[R0].start()
     await house.until_finished("a")
@@ -319,7 +320,7 @@ async def test_a_replica_killed_in_a_refresh_comes_back(house: SimulatedCluster)
     await house.shift_up(ROLLOUT, R0)
     house.weights[ROLLOUT].version = 2
     house.replicas[R0].freeze()
-    refresh = asyncio.create_task(house.shells[ROLLOUT].refresh(2))
+    refresh = asyncio.create_task(house.shells[ROLLOUT].shifts.refresh(2))
     await asyncio.sleep(0)
     await house.replicas[R0].kill()
     await house.replicas[R0].start()
@@ -378,7 +379,7 @@ async def test_a_sequence_that_ends_on_a_replica_taken_for_dead_leaves_no_ghost(
     house.submit(ROLLOUT, "a", max_new_tokens=100)
     await running(house, "a")
     shell = house.shells[ROLLOUT]
-    shell._lost(shell._replicas[R0])
+    shell.lose(shell.peers[R0])
     await house.until_finished("a")
     await house.until(lambda: len(shell.scheduler.load().replicas) == 1)
     assert shell.scheduler.sequence(SequenceId("a")) is None
@@ -500,7 +501,7 @@ async def test_under_random_faults_every_sequence_finishes_once(seed: int) -> No
                     replica.thaw()
                 case 2:
                     house.weights[ROLLOUT].version += 1
-                    await house.shells[ROLLOUT].refresh(house.weights[ROLLOUT].version)
+                    await house.shells[ROLLOUT].shifts.refresh(house.weights[ROLLOUT].version)
                 case _:
                     active = replica.id in house.shells[ROLLOUT].active_replicas
                     try:

@@ -11,7 +11,7 @@ from shared.contracts.base import Message
 from shared.contracts.planner import ShiftEvent
 from shared.errors import BusError
 from shared.ids import DeviceId, ReplicaId, Role
-from shared.inference import role as role_module
+from shared.inference import role_times
 from shared.planning.cluster import Allocation
 from shared.planning.plan import Direction, ShiftPlan
 from tests.support.cluster import ScriptedTrainer, SimulatedCluster, shared_cluster
@@ -64,7 +64,7 @@ class Bench:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("SILENCE_S", 0.6), ("HEALTH_INTERVAL_S", 0.1), ("SHIFT_MARGIN_S", 0.2)):
-        monkeypatch.setattr(role_module, name, seconds)
+        monkeypatch.setattr(role_times, name, seconds)
     monkeypatch.setattr("services.planner.executor.SHIFT_DEADLINE_S", 1.5)
 
 

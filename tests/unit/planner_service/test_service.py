@@ -22,7 +22,7 @@ from shared.contracts.base import Message
 from shared.contracts.planner import PlanPublished
 from shared.errors import BusError, PivotError
 from shared.ids import ReplicaId, Role, sample_id
-from shared.inference import role as role_module
+from shared.inference import role_times
 from shared.inference.records import SequenceRecord
 from shared.planning.cluster import Allocation
 from shared.planning.config import PlannerConfig, PolicyName, RolePlanning
@@ -46,7 +46,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         ("PING_DEADLINE_S", 0.3),
         ("SHIFT_MARGIN_S", 0.2),
     ):
-        monkeypatch.setattr(role_module, name, seconds)
+        monkeypatch.setattr(role_times, name, seconds)
     monkeypatch.setattr("services.planner.executor.SHIFT_DEADLINE_S", 4.0)
     monkeypatch.setattr("services.planner.service.SETTLE_S", 0.3)
 
@@ -122,7 +122,7 @@ class Run:
 
     async def _on_version(self, version: int) -> None:
         self.house.weights[Role.ROLLOUT].version = version
-        await self.house.shells[Role.ROLLOUT].refresh(version)
+        await self.house.shells[Role.ROLLOUT].shifts.refresh(version)
         self.issue(version)
 
     def issue(self, version: int) -> None:
