@@ -74,7 +74,8 @@ class RankGroup:
                 self._lost.clear()
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._reported.wait(), 5.0)
+                async with asyncio.timeout(5.0):
+                    await self._reported.wait()
 
     async def ask(
         self, command: str, messages: Sequence[Message] | Message, reply: type[M], *, deadline_s: float

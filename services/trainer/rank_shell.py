@@ -121,7 +121,8 @@ class RankShell:
             self._changed.clear()
             await self._bus.publish(self._subjects.rank(self._rank, "status"), self.status())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._changed.wait()
 
     def _set(self, phase: str) -> None:
         self._phase = phase

@@ -203,7 +203,8 @@ class TrainerService:
             self._news.clear()
             await self._bus.publish(self._subjects.training_state, self.telemetry())
             try:
-                await asyncio.wait_for(self._news.wait(), 1.0)
+                async with asyncio.timeout(1.0):
+                    await self._news.wait()
             except TimeoutError:
                 continue
             await asyncio.sleep(0.05)
