@@ -23,6 +23,8 @@ else                                    # pip knows no CPU build here: uv finds 
   quiet "$venv/bin/uv" pip install -q --python "$venv/bin/python" --no-deps --no-build-isolation --torch-backend=cpu -r "$lock"
 fi
 quiet "$venv/bin/python" -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
-echo "Compiling DeepSpeed's optimizer (once, about a minute) ..."
-quiet "$venv/bin/python" -m services.trainer.kernels
+if [ -z "${NO_KERNELS:-}" ]; then       # else at first use: an image may run on another processor
+  echo "Compiling DeepSpeed's optimizer (once, about a minute) ..."
+  quiet "$venv/bin/python" -m services.trainer.kernels
+fi
 echo "Done."

@@ -20,7 +20,7 @@ from shared.runtime.run_folder import SERVICES
 
 REPOSITORY = Path(__file__).parents[2]
 PORTS = {name: 8600 + i for i, name in enumerate(SERVICES)}
-BUILD_S, FIRST_STEP_S, RECOVERY_S = 1800, 900, 300
+BUILD_S, FIRST_STEP_S, RECOVERY_S, FINISH_S = 1800, 900, 300, 600
 STOP_GRACE_S = 10
 PROJECT = "pivotrl-test"
 
@@ -93,7 +93,7 @@ def started(described: dict[str, Any]) -> Iterator[None]:
         compose("down", "-v", timeout_s=120)
 
 
-@pytest.mark.timeout(BUILD_S + FIRST_STEP_S + RECOVERY_S + 300)
+@pytest.mark.timeout(BUILD_S + FIRST_STEP_S + RECOVERY_S + FINISH_S + 300)
 def test_a_run_in_containers(started: None) -> None:
     first = wait_until(lambda: step() >= 1 and step(), FIRST_STEP_S, "the first step")
 
@@ -111,8 +111,14 @@ def test_a_run_in_containers(started: None) -> None:
     wait_until(lambda: step() > first, RECOVERY_S, "a step after the kills")
     for name, port in PORTS.items():
         wait_until(lambda port=port: answers(port), 60, f"{name} to be ready")
+    wait_until(lambda: inspect("follow", "{{.State.Status}}") == "exited", FINISH_S, "the run's end")
+    assert inspect("follow", "{{.State.ExitCode}}") == "0", compose("logs", "follow")
+    compose("exec", "-T", "monitor", "test", "-s", "/runs/demo/export/model.safetensors")
     report = json.loads(compose("exec", "-T", "monitor", "pivotrl", "audit", "--run", "/runs/demo"))
     assert report["clean"], report
+
+    compose("up", "-d", "--no-deps", "--force-recreate", "gps")
+    wait_until(lambda: answers(PORTS["gps"]), 60, "a new gps on the pool that the node holds")
 
     begin = time.monotonic()
     compose("stop")
