@@ -53,6 +53,9 @@ class PlannerConfig:
     """H: how long the gain of a shift is expected to last."""
     measured_shift_weight: float = 0.3
     """Weight of the latest measured shift in the moving average; 0 keeps the assumed seconds."""
+    length_aware: bool = False
+    """Weigh a role's sequences by the mean tokens that its finished ones have generated. The paper counts
+    them alike, so that 100 short responses press as hard as 100 long verdicts."""
     payback_guard: bool = True
     """A shift that cost tokens is not reversed, at a further cost, before it has earned them back."""
     cooldown_s: float = 0.0

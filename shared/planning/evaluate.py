@@ -15,7 +15,7 @@ from shared.scheduling.sequence import RoleLoad
 from shared.scheduling.throughput import UNIT, ThroughputModel
 
 
-def combined_tokens_per_s(n_rollout: int, t_rollout: float, n_reward: int, t_reward: float) -> float:
+def combined_tokens_per_s(n_rollout: float, t_rollout: float, n_reward: float, t_reward: float) -> float:
     """The weighted harmonic mean of the module docstring.
 
     >>> combined_tokens_per_s(10, 100.0, 30, 100.0)
@@ -31,7 +31,7 @@ def combined_tokens_per_s(n_rollout: int, t_rollout: float, n_reward: int, t_rew
     return (n_rollout + n_reward) / latency_s if latency_s else 0.0
 
 
-def generation_latency(num_sequences: int, tokens_per_s: float) -> float:
+def generation_latency(num_sequences: float, tokens_per_s: float) -> float:
     """τ = N/T: how pressed a role is. 0 without sequences, infinite with sequences and no throughput."""
     if not num_sequences:
         return 0.0
@@ -43,7 +43,8 @@ class RoleReplay:
 
     `active` are the replicas that hold devices. Work reported on any other replica counts as waiting; an
     active replica that was not reported counts as empty. Running sequences come before waiting ones in
-    dispatch order.
+    dispatch order. `work` is N of the module docstring: sequences, or tokens if they are
+    weighed.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class RoleReplay:
         migrate: bool,
         kv_capacity_tokens: int,
         growth_tokens: int,
+        tokens_per_sequence: float = 1.0,
     ) -> None:
         reported = {r.replica: r for r in load.replicas}
         capacity = {
@@ -63,6 +65,7 @@ class RoleReplay:
             for replica in (*active, *inactive)
         }
         self.num_sequences = load.num_sequences
+        self.work = load.num_sequences * tokens_per_sequence
         self._migrate = migrate
         self._loads = ReplicaLoads(model or UNIT, capacity)
         self._running: list[list[Movable]] = [[] for _ in self._loads.ids]

@@ -81,7 +81,13 @@ class Planner(ShiftPolicy):
             migrate=self.config.migration and self.config.use_throughput_model,
             kv_capacity_tokens=config.kv_capacity_tokens,
             growth_tokens=config.growth_tokens,
+            tokens_per_sequence=self._tokens_per_sequence(state, role),
         )
+
+    def _tokens_per_sequence(self, state: WorkloadState, role: Role) -> float:
+        """What a sequence of `role` counts; alike as long as either role has not finished any."""
+        is_known = state.rollout.mean_new_tokens > 0 and state.reward.mean_new_tokens > 0
+        return state.of(role).mean_new_tokens if self.config.length_aware and is_known else 1.0
 
     def _shift_training_up(self, replays: dict[Role, RoleReplay], now_s: float) -> PlanRecord:
         plan = self.plan_for(Role.TRAINING)
@@ -166,9 +172,9 @@ class Planner(ShiftPolicy):
         """T with the up-role at `up` and the other at `down` (None: as it is); see liveness above."""
         other = replays[up_role.opposite]
         both_stalled = other.tokens_per_s == 0 and replays[up_role].tokens_per_s == 0
-        n_other = 0 if both_stalled else other.num_sequences
+        n_other = 0.0 if both_stalled else other.work
         return combined_tokens_per_s(
-            replays[up_role].num_sequences, up, n_other, other.tokens_per_s if down is None else down
+            replays[up_role].work, up, n_other, other.tokens_per_s if down is None else down
         )
 
     def _refusal(self, up_role: Role, candidate: Candidate, now_s: float) -> str:
@@ -259,7 +265,7 @@ def search(
 def role_to_shift_up(replays: dict[Role, RoleReplay]) -> Role | None:
     """Step 1 without training: the larger τ; equal, the larger N; equal, rollout. None without work."""
     pressure = {
-        role: (generation_latency(replay.num_sequences, replay.tokens_per_s), replay.num_sequences)
+        role: (generation_latency(replay.work, replay.tokens_per_s), replay.work)
         for role, replay in replays.items()
     }
     if not any(n for _, n in pressure.values()):

@@ -48,6 +48,9 @@ from shared.scheduling.throughput import UNIT
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
+_LENGTH_WEIGHT = 0.002
+"""Of one finished sequence in the moving average of lengths: it follows over some hundreds of them."""
+
 
 class Scheduler:
     """`step(event, now_s)` returns what to run and what to abort; nothing here waits or reads a clock."""
@@ -63,6 +66,7 @@ class Scheduler:
         self._loads = ReplicaLoads(self._model, {})
         self._counts = dict.fromkeys(("num_stale_reports", "num_dispatched", "num_aborts", "num_moves"), 0)
         self._counts |= dict.fromkeys(("num_finished", "num_failed"), 0)
+        self._mean_new_tokens = 0.0
 
     def step(self, event: SchedulerEvent, now_s: float) -> list[SchedulerEffect]:
         """Take in `event` and return the effects to carry out, in order."""
@@ -132,7 +136,7 @@ class Scheduler:
             )
             replicas.append(load)
         waiting = [self._sequences[s].length for _, s in sorted(self._queue)]
-        return RoleLoad(tuple(replicas), (*leaving, *waiting))
+        return RoleLoad(tuple(replicas), (*leaving, *waiting), self._mean_new_tokens)
 
     def gauges(self) -> dict[str, float]:
         """Counts since the start, and the present state."""
@@ -220,7 +224,10 @@ class Scheduler:
         self._loads.change(self._loads.index[replica], -1, -state.length, -self._need(state))
         moved = replace(state, place=to, attempt=state.attempt + (to is WAITING))
         self._sequences[state.id] = moved
-        self._counts["num_finished"] += to is FINISHED
+        if to is FINISHED:
+            self._counts["num_finished"] += 1
+            weight = max(_LENGTH_WEIGHT, 1.0 / self._counts["num_finished"])
+            self._mean_new_tokens += weight * (state.generated_tokens - self._mean_new_tokens)
         self._counts["num_failed"] += to is FAILED
         if replica in self._leaving and not self._on[replica]:
             self._forget_replica(replica)

@@ -242,6 +242,8 @@ class RoleLoad:
 
     replicas: tuple[ReplicaLoad, ...] = ()
     queue: tuple[int, ...] = ()
+    mean_new_tokens: float = 0.0
+    """Moving average of the tokens that finished sequences have generated; 0 while unknown."""
 
     @property
     def num_sequences(self) -> int:

@@ -13,7 +13,7 @@ A shift: leaving replicas are emptied (each abort confirmed), sleep; then the ne
 sequences.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -56,7 +56,7 @@ from shared.scheduling.throughput import ThroughputModel
 from shared.sim.cluster import Engine, EngineModel, Usage
 from shared.sim.faults import FaultDraws, Faults
 from shared.sim.kernel import DECIDE, REPORT, EventQueue
-from shared.sim.modes import Mode, RoleCosts, planner_config, start_of, training_shift_s
+from shared.sim.modes import Mode, RoleCosts, margin_of, planner_config, start_of, training_shift_s
 from shared.sim.scenarios import Scenario, Shares
 from shared.sim.workload import Sample
 
@@ -143,6 +143,22 @@ class _Shift:
     durations: dict[tuple[Role, Direction], float] = field(default_factory=dict)
 
 
+def engine_models(scenario: Scenario, samples: Sequence[Sample]) -> dict[Role, EngineModel]:
+    """The replicas of both roles; the best batch is what fits of sequences as long as those of `samples`."""
+    rollout = reward = responses = verdicts = 0.0
+    extra = scenario.workload.template_tokens
+    for s in samples:
+        rollout += s.response * (s.prompt + s.response / 2)
+        reward += s.verdict * (s.prompt + s.response + extra + s.verdict / 2)
+        responses += s.response
+        verdicts += s.verdict
+    device = scenario.device
+    return {
+        Role.ROLLOUT: scenario.policy.engine(device, scenario.policy_tp, rollout / responses),
+        Role.REWARD: scenario.genrm.engine(device, scenario.genrm_tp, reward / verdicts),
+    }
+
+
 class Simulation:
     """One run. `run()` plays it to the end."""
 
@@ -151,11 +167,7 @@ class Simulation:
         device, work = scenario.device, scenario.workload
         total = options.num_steps + scenario.staleness + 2
         self._batches = [work.batch(seed, k, options.num_steps) for k in range(total)]
-        mean = self._mean_lengths()
-        self.engine_models = {
-            Role.ROLLOUT: scenario.policy.engine(device, scenario.policy_tp, mean[Role.ROLLOUT]),
-            Role.REWARD: scenario.genrm.engine(device, scenario.genrm_tp, mean[Role.REWARD]),
-        }
+        self.engine_models = engine_models(scenario, [s for batch in self._batches for s in batch])
         self._read_s = {
             Role.ROLLOUT: scenario.policy.read_s(device, scenario.policy_tp),
             Role.REWARD: scenario.genrm.read_s(device, scenario.genrm_tp),
@@ -183,7 +195,7 @@ class Simulation:
                 SchedulerConfig(
                     throughput_model=costs[role].model if mode.use_throughput_model else None,
                     migration=mode.migration,
-                    growth_margin_tokens=scenario.growth_margin_tokens,
+                    growth_margin_tokens=margin_of(scenario, mode),
                 )
             )
             for role in GENERATING
@@ -215,18 +227,6 @@ class Simulation:
         self._draws = FaultDraws(options.faults)
         self.num_deaths = self.num_failed_shifts = 0
         self._awaken(sorted(start.active))
-
-    def _mean_lengths(self) -> dict[Role, float]:
-        """Resident tokens of a sequence, on the average of its tokens."""
-        rollout = reward = responses = verdicts = 0.0
-        extra = self.scenario.workload.template_tokens
-        for batch in self._batches:
-            for s in batch:
-                rollout += s.response * (s.prompt + s.response / 2)
-                reward += s.verdict * (s.prompt + s.response + extra + s.verdict / 2)
-                responses += s.response
-                verdicts += s.verdict
-        return {Role.ROLLOUT: rollout / responses, Role.REWARD: reward / verdicts}
 
     # The run
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shared.errors import ConfigError
-from shared.ids import DeviceId, ReplicaId, Role, replica_id
+from shared.ids import DeviceId, Role, replica_id
 from shared.planning.cluster import Allocation, ClusterSpec, ReplicaSlot
 from shared.planning.config import PlannerConfig, PolicyName, RolePlanning
 from shared.planning.policies import Split, initial_allocation
@@ -23,6 +23,10 @@ class Mode:
     """Staleness 0."""
     use_throughput_model: bool = True
     migration: bool = True
+    length_aware: bool = False
+    growth_margin_tokens: int | None = None
+    """KV room set aside per sequence, in place of the scenario's. A large one keeps fewer on a replica, in
+    issue order, so that older batches finish first and batches do not all end at once."""
     is_fixed: bool = False
     """Devices never move: nothing to decide."""
 
@@ -34,6 +38,9 @@ MODES: Mapping[str, Mode] = {
         Mode("disaggregated", "disaggregated", is_fixed=True),
         Mode("rollout_reward_colocated", "rollout_reward_colocated"),
         Mode("pivot", "pivot"),
+        Mode("pivot_best", "pivot", length_aware=True, growth_margin_tokens=14_000),
+        Mode("pivot_length_aware", "pivot", length_aware=True),
+        Mode("pivot_ordered", "pivot", growth_margin_tokens=14_000),
         Mode("static", "static"),
         Mode("rule_based", "rule_based"),
         Mode("vanilla", "pivot", use_throughput_model=False, migration=False),
@@ -107,7 +114,7 @@ def planner_config(
         return RolePlanning(
             cost.model,
             cost.kv_capacity_tokens,
-            scenario.growth_margin_tokens,
+            margin_of(scenario, mode),
             shift_up_s=cost.shift_up_s,
             shift_down_s=cost.shift_down_s,
         )
@@ -122,7 +129,13 @@ def planner_config(
         training_shift_down_s=down_s,
         use_throughput_model=mode.use_throughput_model,
         migration=mode.migration,
+        length_aware=mode.length_aware or base.length_aware,
     )
+
+
+def margin_of(scenario: Scenario, mode: Mode) -> int:
+    """KV tokens that schedulers set aside per sequence."""
+    return scenario.growth_margin_tokens if mode.growth_margin_tokens is None else mode.growth_margin_tokens
 
 
 def training_shift_s(model: LanguageModel, device: Device, num_devices: int) -> tuple[float, float]:
@@ -130,7 +143,3 @@ def training_shift_s(model: LanguageModel, device: Device, num_devices: int) -> 
     offload_s = model.training_offload_s(device, num_devices)
     read_s = model.weight_bytes / num_devices / device.read_bytes_per_s
     return device.wake_s + offload_s + read_s, device.sleep_s + offload_s
-
-
-def replicas_by_role(allocation: Allocation, cluster: ClusterSpec) -> Mapping[Role, list[ReplicaId]]:
-    return {role: allocation.active_of(role, cluster) for role in (Role.ROLLOUT, Role.REWARD)}

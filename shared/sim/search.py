@@ -1,16 +1,18 @@
 """The best fixed split of a scenario, by search over all feasible ones: the opponent that counts.
 
-All splits are simulated on one seed with few steps; the best few again on the full run. Training's share is
-searched too. For scenarios that drift, every split is run over the whole drift.
+Every split has a step time it cannot beat: the work of its busiest role at peak throughput over that
+role's devices. Splits are simulated in the order of that bound on one seed, until the next bound is no
+better than the best simulated so far: so the rest is searched without being run. The best few run again in
+full. Training's share is searched too. Where lengths drift, every split plays the whole drift.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from shared.errors import PivotError
-from shared.sim.driver import Options, Simulation
+from shared.sim.driver import Options, Simulation, engine_models
 from shared.sim.modes import MODES, Mode
-from shared.sim.report import describe
+from shared.sim.report import describe, fluid_bound
 from shared.sim.scenarios import Scenario, Shares
 
 _STEPS_A_SIDE = 16
@@ -34,11 +36,11 @@ def feasible_splits(scenario: Scenario, mode: Mode) -> Iterator[Shares]:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Every split with its tokens/s, best first; the first few by the full run."""
+    """The splits that were run with their tokens/s, best first; the first few by the full run."""
 
     best: Shares
     tried: tuple[tuple[Shares, float], ...]
-    num_full: int
+    num_feasible: int
 
 
 def best_split(
@@ -47,7 +49,7 @@ def best_split(
     seed: int,
     options: Options,
     *,
-    num_full: int = 4,
+    num_full: int = 3,
     on_tried: Callable[[], None] | None = None,
 ) -> SearchResult:
     """The fastest split of `mode_name` on `seed`. Splits whose run stands still are left out."""
@@ -57,6 +59,7 @@ def best_split(
     )
     short = options if is_drifting else replace(options, num_steps=min(5, options.num_steps), warmup_steps=2)
     short = replace(short, timer=None, on_step=None)
+    full = replace(options, timer=None, on_step=None)
 
     def speed(shares: Shares, how: Options) -> float:
         try:
@@ -69,10 +72,33 @@ def best_split(
         result: float = row["throughput_tokens_per_s"]
         return result
 
-    first = sorted(((speed(s, short), s) for s in feasible_splits(scenario, mode)), reverse=True)
-    if is_drifting:
-        return SearchResult(first[0][1], tuple((s, v) for v, s in first), len(first))
-    full = replace(options, timer=None, on_step=None)
-    again = sorted(((speed(s, full), s) for _, s in first[:num_full]), reverse=True)
-    ordered = again + first[num_full:]
-    return SearchResult(ordered[0][1], tuple((s, v) for v, s in ordered), num_full)
+    bounds = {
+        shares: _bound_tokens_per_s(scenario, shares, seed, short)
+        for shares in feasible_splits(scenario, mode)
+    }
+    tried: list[tuple[float, Shares]] = []
+    for shares in sorted(bounds, key=lambda s: (-bounds[s], s)):
+        if tried and bounds[shares] <= max(tried)[0]:
+            break
+        tried.append((speed(shares, short), shares))
+    tried.sort(reverse=True)
+    if not is_drifting:
+        tried = sorted(((speed(s, full), s) for _, s in tried[:num_full]), reverse=True) + tried[num_full:]
+    return SearchResult(tried[0][1], tuple((s, v) for v, s in tried), len(bounds))
+
+
+def _bound_tokens_per_s(scenario: Scenario, shares: Shares, seed: int, options: Options) -> float:
+    """Tokens/s that the busiest role allows, and the whole cluster."""
+    work = scenario.workload
+    batches = [work.batch(seed, k, options.num_steps) for k in range(options.warmup_steps, options.num_steps)]
+    samples = [sample for batch in batches for sample in batch]
+    bound = fluid_bound(scenario, engine_models(scenario, samples), samples, len(batches))
+    step_s = max(bound.step_time_s, bound.training_device_s / shares.training + scenario.training_fixed_s)
+    for device_s, devices in (
+        (bound.rollout_device_s, shares.rollout),
+        (bound.reward_device_s, shares.reward),
+    ):
+        if devices:
+            step_s = max(step_s, device_s / devices)
+    tokens = sum(s.response + s.verdict for s in samples)
+    return tokens / len(batches) / step_s

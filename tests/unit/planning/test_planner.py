@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import cluster, load
 
-from shared.ids import ReplicaId, Role
+from shared.ids import ReplicaId, Role, replica_id
 from shared.planning.cluster import Allocation
 from shared.planning.config import PlannerConfig, RolePlanning
 from shared.planning.evaluate import RoleReplay, combined_tokens_per_s
@@ -388,3 +388,21 @@ def test_the_search_leaves_out_what_cannot_pay():
     judged = search(300, judge, lambda before, after, i: -1.0, 48)
     assert list(judged) == sorted(asked) == [0, 299]
     assert len(search(300, judge, lambda before, after, i: 1.0, 9)) == 9
+
+
+def test_length_awareness_weighs_sequences_by_what_finished_ones_wrote():
+    """As many responses as verdicts, far shorter: counted alike rollout presses, weighed reward does."""
+    spec = cluster(4)
+    reward_replicas = [replica_id(Role.REWARD, i) for i in (1, 2, 3)]
+    active = Allocation(frozenset([replica_id(Role.ROLLOUT, 0), *reward_replicas]))
+    config = RolePlanning(H20_7B_TP1)
+    rollout = replace(load(Role.ROLLOUT, {0: [100] * 40}), mean_new_tokens=200.0)
+    reward = replace(load(Role.REWARD, {i: [100] * 20 for i in (1, 2, 3)}), mean_new_tokens=5_000.0)
+    state = WorkloadState(rollout, reward)
+    chosen = {}
+    for length_aware in (False, True):
+        planner = Planner(
+            PlannerConfig(rollout=config, reward=config, length_aware=length_aware), spec, active
+        )
+        chosen[length_aware] = planner.decide(state, 0.0).up_role
+    assert chosen == {False: Role.ROLLOUT, True: Role.REWARD}

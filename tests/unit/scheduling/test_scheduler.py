@@ -3,7 +3,7 @@
 import pytest
 
 from shared.errors import ConfigError
-from shared.ids import ReplicaId, SequenceId
+from shared.ids import ReplicaId, Role, SequenceId, replica_id, sample_id
 from shared.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.scheduling.sequence import (
     FAILED,
@@ -13,8 +13,10 @@ from shared.scheduling.sequence import (
     Phase,
     ReplicaDied,
     ReplicaLoad,
+    ReplicaProgressed,
     ReplicaShiftedUp,
     ReplicaShiftingDown,
+    ReplicasShiftedUp,
     RunSequence,
     SequenceAborted,
     SequenceCancelled,
@@ -191,3 +193,37 @@ def test_a_replica_shifted_up_twice_is_one_replica():
 def test_a_negative_margin_is_refused():
     with pytest.raises(ConfigError, match="growth_margin_tokens"):
         SchedulerConfig(growth_margin_tokens=-1)
+
+
+def test_progress_of_many_is_the_progress_of_each():
+    each, many = (scheduler() for _ in range(2))
+    for one in (each, many):
+        one.step(ReplicaShiftedUp(replica_id(Role.ROLLOUT, 0), 100_000), 0.0)
+        for i in range(3):
+            one.step(SequenceSubmitted(sample_id(i, 0), 50, 600), 0.0)
+    totals = ((sample_id(0, 0), 0, 20), (sample_id(1, 0), 0, 400), (sample_id(2, 0), 7, 9))
+    for sequence, attempt, total in totals:
+        each.step(TokensGenerated(sequence, replica_id(Role.ROLLOUT, 0), attempt, total), 1.0)
+    many.step(ReplicaProgressed(replica_id(Role.ROLLOUT, 0), totals), 1.0)
+    assert many.load() == each.load()
+    assert many.gauges() == each.gauges()
+
+
+def test_replicas_that_come_up_together_share_the_queue_without_a_move():
+    one = scheduler()
+    for i in range(8):
+        one.step(SequenceSubmitted(sample_id(i, 0), 50, 100), 0.0)
+    replicas = tuple((replica_id(Role.ROLLOUT, i), 100_000) for i in range(4))
+    effects = one.step(ReplicasShiftedUp(replicas), 1.0)
+    assert [type(e) for e in effects] == [RunSequence] * 8
+    assert [r.num_sequences for r in one.load().replicas] == [2, 2, 2, 2]
+
+
+def test_the_mean_of_finished_lengths_is_reported():
+    one = scheduler()
+    one.step(ReplicaShiftedUp(replica_id(Role.ROLLOUT, 0), 100_000), 0.0)
+    assert one.load().mean_new_tokens == 0.0
+    for i, total in enumerate((100, 300)):
+        one.step(SequenceSubmitted(sample_id(i, 0), 50, 600), 0.0)
+        one.step(SequenceFinished(sample_id(i, 0), replica_id(Role.ROLLOUT, 0), 0, total), 1.0)
+    assert one.load().mean_new_tokens == 200.0
