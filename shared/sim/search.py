@@ -50,6 +50,7 @@ def best_split(
     options: Options,
     *,
     num_full: int = 3,
+    prune: bool = True,
     on_tried: Callable[[], None] | None = None,
 ) -> SearchResult:
     """The fastest split of `mode_name` on `seed`. Splits whose run stands still are left out."""
@@ -78,7 +79,7 @@ def best_split(
     }
     tried: list[tuple[float, Shares]] = []
     for shares in sorted(bounds, key=lambda s: (-bounds[s], s)):
-        if tried and bounds[shares] <= max(tried)[0]:
+        if prune and tried and bounds[shares] <= max(tried)[0]:
             break
         tried.append((speed(shares, short), shares))
     tried.sort(reverse=True)
