@@ -203,12 +203,19 @@ class PivotWorkerExtension:
         return before, resident_bytes()
 
     def pivot_wake_kv_cpu(self) -> None:
-        """Give the KV caches their memory back, zeroed."""
+        """Give the KV caches their memory back, zeroed. All layers may lie in one storage: it grows once,
+        since each growth copies what is there."""
+        needed: dict[int, tuple[torch.UntypedStorage, int]] = {}
         for cache in self._pivot_caches():
+            storage = cache.untyped_storage()
             span = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
             nbytes = (cache.storage_offset() + span + 1) * cache.element_size()
-            if cache.untyped_storage().nbytes() < nbytes:
-                cache.untyped_storage().resize_(nbytes)
+            most = max(nbytes, needed.get(storage._cdata, (storage, 0))[1])
+            needed[storage._cdata] = (storage, most)
+        for storage, nbytes in needed.values():
+            if storage.nbytes() < nbytes:
+                storage.resize_(nbytes)
+        for cache in self._pivot_caches():
             cache.zero_()
 
     def pivot_unmap(self) -> None:
