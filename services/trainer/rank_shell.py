@@ -283,12 +283,15 @@ class RankShell:
     async def _move(self, phase: str, work: Callable[[], int]) -> Message:
         self._check_built()
         started_s = self._clock.now_s()
+        before = self._backend.resident_bytes()
         moved = await self._call(phase, work)
+        resident = self._backend.resident_bytes()
         return RankMoved(
             rank=self._rank,
             moved_bytes=moved,
-            resident_bytes=self._backend.resident_bytes(),
+            resident_bytes=resident,
             duration_s=self._clock.now_s() - started_s,
+            freed_bytes=max(0, before - resident),
         )
 
     async def _save(self, message: SaveCheckpoint) -> Message:

@@ -247,7 +247,7 @@ class TrainerService:
             if self.activity == "done":
                 self._set("idle", "")
             return ShiftStepDone(
-                duration_s=self._clock.now_s() - started_s, freed_bytes=sum(m.moved_bytes for m in moved)
+                duration_s=self._clock.now_s() - started_s, freed_bytes=sum(m.freed_bytes for m in moved)
             )
 
     # Steps

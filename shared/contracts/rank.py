@@ -66,12 +66,14 @@ class OffloadStates(Message):
 
 
 class RankMoved(Message):
-    """rank → trainer. `moved_bytes` by what was measured (device memory, or tensors found on the host)."""
+    """rank → trainer. `moved_bytes` are the states that DeepSpeed moved; `freed_bytes` is what the process gave
+    back of its device's memory, by measurement. On CPU both are one memory: much moves, little is freed."""
 
     rank: int
     moved_bytes: int
     resident_bytes: int
     duration_s: float
+    freed_bytes: int = 0
 
 
 class WritePolicy(Message):

@@ -83,7 +83,7 @@ EXAMPLES: tuple[Message, ...] = (
     planner.ShiftUp(shift_id="p000001", role=Role.REWARD, replicas=("reward-0",), deadline_s=60.0),
     rank.CheckpointSaved(rank=0, tag="step-000001", duration_s=1.0),
     rank.LoadCheckpoint(tag="step-000001"),
-    rank.RankMoved(rank=0, moved_bytes=10, resident_bytes=100, duration_s=0.5),
+    rank.RankMoved(rank=0, moved_bytes=10, resident_bytes=100, duration_s=0.5, freed_bytes=4),
     rank.RankStatus(rank=0, world_size=2, incarnation="g/0", phase="idle", step=3, resident_bytes=100, pid=4),
     rank.RankStepped(
         rank=0,

@@ -21,7 +21,7 @@ from shared.contracts.rank import (
 from shared.contracts.subjects import Subjects
 from shared.errors import EngineError
 
-RESIDENT_BYTES, MOVED_BYTES = 1000, 600
+RESIDENT_BYTES, MOVED_BYTES, FREED_BYTES = 1000, 600, 200
 
 
 class RankResponders:
@@ -122,7 +122,13 @@ class RankResponders:
         return RankWrote(rank=rank, version=message.version, nbytes=10, committed=True, duration_s=0.1)
 
     def _move(self, rank: int, message: Message) -> Message:
-        return RankMoved(rank=rank, moved_bytes=MOVED_BYTES, resident_bytes=RESIDENT_BYTES, duration_s=0.1)
+        return RankMoved(
+            rank=rank,
+            moved_bytes=MOVED_BYTES,
+            resident_bytes=RESIDENT_BYTES,
+            duration_s=0.1,
+            freed_bytes=FREED_BYTES,
+        )
 
     def _save(self, rank: int, message: SaveCheckpoint) -> Message:
         if rank == 0:

@@ -26,7 +26,7 @@ from shared.runtime.checkpoints import Checkpoints
 from shared.runtime.clock import SystemClock
 from shared.runtime.config import RunConfig
 from shared.runtime.journal import Journal, read_journal
-from tests.unit.trainer.rank_responder import MOVED_BYTES, RankResponders
+from tests.unit.trainer.rank_responder import FREED_BYTES, MOVED_BYTES, RankResponders
 
 PROMPTS, GROUP, WORLD_SIZE = 2, 2, 2
 SUBJECTS = Subjects("test")
@@ -252,7 +252,7 @@ async def test_devices_are_not_given_away_during_a_step(tmp_path: Path) -> None:
             await world.shift("down")
         gate.set()
         await until(lambda: world.service.activity == "done", "step")
-        assert (await world.shift("down")).freed_bytes == WORLD_SIZE * MOVED_BYTES
+        assert (await world.shift("down")).freed_bytes == WORLD_SIZE * FREED_BYTES
         assert (world.service.activity, world.service.holds_devices) == ("idle", False)
 
 
