@@ -66,7 +66,7 @@ class OffloadStates(Message):
 
 
 class RankMoved(Message):
-    """rank → trainer. `moved_bytes` are the states that DeepSpeed moved; `freed_bytes` is what the process gave
+    """rank → trainer. `moved_bytes` are the states DeepSpeed moved; `freed_bytes` is what the process gave
     back of its device's memory, by measurement. On CPU both are one memory: much moves, little is freed."""
 
     rank: int
