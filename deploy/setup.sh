@@ -9,6 +9,7 @@ import sys
 sys.exit(sys.version_info[:2] != (3, 11))
 P
 command -v g++ >/dev/null || { echo "PivotRL needs g++: DeepSpeed compiles its CPU optimizer at first use (Debian: apt-get install g++)" >&2; exit 1; }
+"$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "PivotRL needs libnuma: vLLM on CPU links to it (Debian: apt-get install libnuma1)" >&2; exit 1; }
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 quiet() { "$@" > "$venv/setup.log" 2>&1 || { tail -30 "$venv/setup.log" >&2; exit 1; }; }
 echo "Installing the pinned CPU set into $venv (about 3 GB, a minute or two) ..."
