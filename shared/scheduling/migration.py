@@ -167,6 +167,13 @@ class ReplicaLoads:
         speed = self._speed
         return speed.index(max(speed)) if self._is_small else int(speed.argmax())
 
+    def slowest(self) -> int:
+        """The open replica whose sequences advance most slowly; the lowest slot of several."""
+        step_s = [
+            n / t if n and o else 0.0 for n, t, o in zip(self._n, self._tokens_per_s, self._open, strict=True)
+        ]
+        return step_s.index(max(step_s))
+
     def num_sequences(self, replica: int) -> int:
         return self._n[replica]
 
@@ -201,8 +208,13 @@ def dispatch(loads: ReplicaLoads, waiting: Iterable[Movable]) -> list[int]:
     return placed
 
 
-def moves_worth_making(loads: ReplicaLoads, running: list[list[Movable]]) -> list[Move]:
+def moves_worth_making(
+    loads: ReplicaLoads, running: list[list[Movable]], *, from_slowest: bool = False
+) -> list[Move]:
     """The second half of a shift-up: shortest sequences leave the fastest replica while T strictly rises.
+
+    With `from_slowest` they leave the replica whose sequences advance most slowly. The fastest need not be
+    the overloaded one: many long sequences make a replica slow, and the paper's loop never looks at it.
 
     `running[i]` are the sequences of replica i that may move, as a heap (an ascending list is one). `loads`
     and `running` end as if the moves were made. The first move that does not pay is undone, and ends it.
@@ -210,7 +222,7 @@ def moves_worth_making(loads: ReplicaLoads, running: list[list[Movable]]) -> lis
     moves: list[Move] = []
     owned = [False] * len(running)
     while True:
-        source = loads.fastest()
+        source = loads.slowest() if from_slowest else loads.fastest()
         if not running[source]:
             return moves
         shortest = running[source][0]

@@ -8,7 +8,11 @@ from shared.scheduling.sequence import Phase, SequenceState
 
 
 def sequences_to_move(
-    loads: ReplicaLoads, on_replicas: Iterable[SequenceState], config: SchedulerConfig
+    loads: ReplicaLoads,
+    on_replicas: Iterable[SequenceState],
+    config: SchedulerConfig,
+    *,
+    from_slowest: bool = False,
 ) -> list[SequenceState]:
     """Sequences that run better on another replica, in order of decision.
 
@@ -33,5 +37,6 @@ def sequences_to_move(
         return []
     for movables in running:
         movables.sort()
-    ends_on = {move.movable.rank: move.target for move in moves_worth_making(loads, running)}
+    moves = moves_worth_making(loads, running, from_slowest=from_slowest)
+    ends_on = {move.movable.rank: move.target for move in moves}
     return [states[rank] for rank, at in ends_on.items() if loads.ids[at] != states[rank].place.replica]

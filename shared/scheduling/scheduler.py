@@ -24,6 +24,7 @@ from shared.scheduling.sequence import (
     AbortSequence,
     Phase,
     Place,
+    Rebalance,
     ReplicaDied,
     ReplicaLoad,
     ReplicaProgressed,
@@ -102,6 +103,8 @@ class Scheduler:
                 self._bury(event.replica)
             case Tick():
                 pass
+            case Rebalance():
+                effects += self._rebalance()
             case _:
                 assert_never(event)
         effects += self._dispatch()
@@ -288,9 +291,15 @@ class Scheduler:
             effects += self._abort_for_moves()
         return effects
 
-    def _abort_for_moves(self) -> list[SchedulerEffect]:
+    def _rebalance(self) -> list[SchedulerEffect]:
+        has_idle = any(not on and replica not in self._leaving for replica, on in self._on.items())
+        if not has_idle or self._queue or self._leaving:
+            return []
+        return self._abort_for_moves(from_slowest=True)
+
+    def _abort_for_moves(self, *, from_slowest: bool = False) -> list[SchedulerEffect]:
         on_replicas = (self._sequences[s] for on in self._on.values() for s in on)
-        moved = sequences_to_move(self._loads, on_replicas, self._config)
+        moved = sequences_to_move(self._loads, on_replicas, self._config, from_slowest=from_slowest)
         self._counts["num_moves"] += len(moved)
         return [effect for state in moved for effect in self._abort(state)]
 

@@ -176,6 +176,12 @@ class Tick:
     """Time passed; dispatch is tried again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rebalance:
+    """Sequences may leave the slowest replica for one that has nothing to do. Not in the paper, which moves
+    sequences only when a replica starts."""
+
+
 SchedulerEvent = (
     SequenceSubmitted
     | TokensGenerated
@@ -190,6 +196,7 @@ SchedulerEvent = (
     | ReplicaShiftingDown
     | ReplicaDied
     | Tick
+    | Rebalance
 )
 
 

@@ -39,6 +39,7 @@ from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.sequence import (
     FINISHED,
     AbortSequence,
+    Rebalance,
     ReplicaDied,
     ReplicaProgressed,
     ReplicaShiftingDown,
@@ -494,6 +495,9 @@ class Simulation:
         if self.policy.in_flight is not None or self.queue.now_s < self._settled_s:
             return
         self._report()
+        if self.mode.rebalance:
+            for role in GENERATING:
+                self._feed(role, Rebalance())
         self._mark()
         activity = TrainingActivity.DONE if self.num_trained else TrainingActivity.IDLE
         if self._training_since_s is not None:

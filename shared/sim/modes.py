@@ -24,6 +24,8 @@ class Mode:
     use_throughput_model: bool = True
     migration: bool = True
     length_aware: bool = False
+    rebalance: bool = False
+    """Sequences also move to replicas that have run empty between shifts."""
     growth_margin_tokens: int | None = None
     """KV room set aside per sequence, in place of the scenario's. A large one keeps fewer on a replica, in
     issue order, so that older batches finish first and batches do not all end at once."""
@@ -38,7 +40,8 @@ MODES: Mapping[str, Mode] = {
         Mode("disaggregated", "disaggregated", is_fixed=True),
         Mode("rollout_reward_colocated", "rollout_reward_colocated"),
         Mode("pivot", "pivot"),
-        Mode("pivot_best", "pivot", length_aware=True, growth_margin_tokens=14_000),
+        Mode("pivot_best", "pivot", length_aware=True, rebalance=True, growth_margin_tokens=14_000),
+        Mode("pivot_rebalance", "pivot", rebalance=True),
         Mode("pivot_length_aware", "pivot", length_aware=True),
         Mode("pivot_ordered", "pivot", growth_margin_tokens=14_000),
         Mode("static", "static"),

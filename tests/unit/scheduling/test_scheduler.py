@@ -11,6 +11,7 @@ from shared.scheduling.sequence import (
     WAITING,
     AbortSequence,
     Phase,
+    Rebalance,
     ReplicaDied,
     ReplicaLoad,
     ReplicaProgressed,
@@ -227,3 +228,20 @@ def test_the_mean_of_finished_lengths_is_reported():
         one.step(SequenceSubmitted(sample_id(i, 0), 50, 600), 0.0)
         one.step(SequenceFinished(sample_id(i, 0), replica_id(Role.ROLLOUT, 0), 0, total), 1.0)
     assert one.load().mean_new_tokens == 200.0
+
+
+def test_rebalancing_moves_sequences_to_an_idle_replica_and_only_then():
+    one = scheduler()
+    feed(one, ReplicaShiftedUp(R0, 1_000_000))
+    feed(one, *(submit(sample_id(i, 0), prompt=9_000) for i in range(40)))
+    assert feed(one, Rebalance()) == []
+    feed(one, ReplicaShiftedUp(R1, 1_000_000), ReplicaShiftingDown((R1,)))
+    aborts = feed(scheduler(), Rebalance())
+    assert aborts == []
+    balanced = scheduler(migration=False)
+    feed(balanced, ReplicaShiftedUp(R0, 1_000_000))
+    feed(balanced, *(submit(sample_id(i, 0), prompt=9_000) for i in range(40)))
+    assert feed(balanced, ReplicaShiftedUp(R1, 1_000_000)) == []
+    aborts = feed(balanced, Rebalance())
+    assert 10 <= len(aborts) <= 25
+    assert {type(effect) for effect in aborts} == {AbortSequence}
