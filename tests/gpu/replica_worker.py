@@ -7,7 +7,7 @@
 
 Starts the engine on dummy weights, wakes it from a pool file in shared memory, generates greedily, interrupts
 and resumes, sleeps, fails to wake, wakes again, refreshes to other weights under a running sequence. Prints
-figures as JSON and writes them to --out, or to $OUT/replica_worker.json. Exits with 1 when a check fails.
+figures as JSON and writes them to --out. Exits with 1 when a check fails.
 """
 
 import argparse
@@ -277,7 +277,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--kv-bytes", type=int)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs: a faster start")
-    parser.add_argument("--out", help="where the JSON goes")
+    parser.add_argument("--out", default="replica_worker.json", help="where the JSON goes")
     options = parser.parse_args()
     kv_bytes = options.kv_bytes or (24 << 30 if options.device == "cuda" else 64 << 20)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -312,8 +312,7 @@ def main() -> int:
     }
     text = json.dumps(report, indent=2)
     print(text)
-    out = Path(options.out) if options.out else Path(os.environ.get("OUT", ".")) / "replica_worker.json"
-    out.write_text(text)
+    Path(options.out).write_text(text)
     return 0 if all(finished.checks.values()) else 1
 
 
