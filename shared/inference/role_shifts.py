@@ -27,7 +27,7 @@ from shared.errors import Conflict, InvalidRequest, PivotError, ShiftFailed
 from shared.ids import ReplicaId
 from shared.inference import role_times as times
 from shared.inference.peers import PeerLink, ReplicaPeer, turns
-from shared.scheduling.sequence import ReplicaShiftedUp, ReplicaShiftingDown
+from shared.scheduling.sequence import ReplicaShiftedUp, ReplicaShiftingDown, ReplicasShiftedUp
 
 if TYPE_CHECKING:
     from shared.inference.role import RoleShell
@@ -180,6 +180,7 @@ class RoleShifts:
         started_s = self._link.clock.now_s()
         deadline_s = max(1.0, message.deadline_s - times.SHIFT_MARGIN_S)
         failed: dict[ReplicaId, BaseException] = {}
+        up: list[tuple[ReplicaId, int]] = []
         read_bytes, version = 0, 0
         async with turns(replicas, deadline_s):
             left_s = started_s + deadline_s - self._link.clock.now_s()
@@ -194,7 +195,9 @@ class RoleShifts:
                     continue
                 replica.is_active = True
                 read_bytes, version = read_bytes + result.read_bytes, result.version
-                self._shell.step(ReplicaShiftedUp(replica.id, result.kv_capacity_tokens))
+                up.append((replica.id, result.kv_capacity_tokens))
+            if up:  # together: one at a time, the first would be given the whole queue
+                self._shell.step(ReplicasShiftedUp(tuple(up)))
             await asyncio.gather(
                 *(self._shell.peers[name].sleep(10.0) for name in failed), return_exceptions=True
             )
