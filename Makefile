@@ -16,11 +16,11 @@ demo: $(STAMP) ## the main job, small, on CPU with real models and engines
 	$(PY) -m shared.cli.main run deploy/config/demo.yaml
 
 test: $(STAMP) ## all tests that need no GPU
-	$(PY) -m pytest -q -p no:cacheprovider tests/unit tests/contract
+	$(PY) -m pytest -q -p no:cacheprovider tests/unit tests/contract tests/sim
 	$(PY) -m pytest -q -p no:cacheprovider tests/integration
 
 check: $(STAMP) lint types ## lint, types, layers, unit and contract tests
-	$(PY) -m pytest -q -x tests/unit tests/contract
+	$(PY) -m pytest -q -x tests/unit tests/contract tests/sim
 
 fmt: $(STAMP) ## format
 	.venv/bin/ruff format . && .venv/bin/ruff check --fix .
