@@ -1,17 +1,21 @@
 """The run folder: where everything of a run lies, and `run.json`, by which its processes find each other."""
 
+import hashlib
 import json
 import os
 import secrets
 import socket
+import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from shared.errors import ConfigError, NotFound
 from shared.runtime.config import RunConfig
 
-KERNEL_CACHE = Path.home() / ".cache" / "pivotrl" / "torch_extensions"
-"""Compiled kernels depend on the environment, not on the run."""
+_ENVIRONMENT = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
+KERNEL_CACHE = Path.home() / ".cache" / "pivotrl" / "torch_extensions" / _ENVIRONMENT
+"""Compiled kernels depend on the environment, not on the run. Each environment has its own: ninja builds anew
+what was built with another one's headers, and two would do so in turn for ever."""
 
 SERVICES = ("monitor", "planner", "gps", "rollout", "reward", "trainer")
 NATS_PORT = 4222
