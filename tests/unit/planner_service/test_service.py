@@ -41,7 +41,7 @@ BATCH, STEPS, STALENESS = 8, 3, 1
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (
         ("SILENCE_S", 0.6),
-        ("DEATH_S", 1.2),
+        ("DEATH_S", 3.0),
         ("HEALTH_INTERVAL_S", 0.1),
         ("PING_DEADLINE_S", 0.3),
         ("SHIFT_MARGIN_S", 0.2),
