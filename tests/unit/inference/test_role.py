@@ -59,6 +59,19 @@ async def test_every_sequence_finishes_once_with_its_own_tokens(house: Simulated
     assert all(shell.scheduler.sequence(SequenceId(name)) is None for name in ids(40))
 
 
+async def test_replicas_that_come_up_together_share_the_queue_without_moving_anything(
+    house: SimulatedCluster,
+) -> None:
+    names = ids(8)
+    for name in names:
+        house.submit(ROLLOUT, name, max_new_tokens=40)
+    await house.shift_up(ROLLOUT, R0, R1)
+    loads = house.shells[ROLLOUT].scheduler.load().replicas
+    assert sorted(load.num_sequences for load in loads) == [4, 4]
+    await house.until_finished(*names)
+    assert house.shells[ROLLOUT].num_migrated == 0
+
+
 async def test_a_sequence_under_way_cannot_be_submitted_again(house: SimulatedCluster) -> None:
     house.submit(ROLLOUT, "a")
     with pytest.raises(Conflict, match="under way"):
