@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shared.contracts.gps import PoolTensor, TensorBox
 from shared.errors import InvalidRequest
-from shared.layout.refine import cover_problem
+from shared.layout.regions import cover_problem
 from shared.layout.tensor_layout import Box, FlatRange, Region, TensorSpec, region_problem
 from shared.weights.dtypes import itemsize_of
 

@@ -6,10 +6,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from services.gps.boxes import Part
+from shared.layout.demands import demands_of
 from shared.layout.refine import refine
 from shared.layout.replication import grouped_layout
 from shared.layout.tensor_layout import Layout, Placement, TensorSpec, full_layout
-from shared.layout.transfer_plan import LinkOf, PlanCache, PlanKey, TransferPlan, demands_of, plan_transfers
+from shared.layout.transfer_plan import LinkOf, PlanCache, PlanKey, TransferPlan, plan_transfers
+
+_MAX_DIGESTS = 256
 
 
 class Plans:
@@ -20,6 +23,7 @@ class Plans:
     ) -> None:
         self._nodes, self._budget, self._link_of = tuple(nodes), node_budget_bytes, link_of
         self._layouts: dict[str, Layout] = {}
+        self._digests: dict[tuple[Part, ...], str] = {}
         self.cache = cache or PlanCache()
         self.layout_epoch = 0
 
@@ -44,10 +48,9 @@ class Plans:
     ) -> TransferPlan:
         """Who sends what to `receiver`; no `parts` means the whole model. Raises LayoutError.
 
-        A new plan of a big mixture-of-experts model takes seconds: it is made in a thread, and kept.
+        A new plan of a big mixture-of-experts model takes a second: it is made in a thread, and kept.
         """
-        digest = hashlib.blake2b(repr(tuple(parts)).encode(), digest_size=8).hexdigest() if parts else "whole"
-        key = PlanKey("read", model, self.layout_epoch, (receiver,), digest)
+        key = PlanKey("read", model, self.layout_epoch, (receiver,), self._digest(tuple(parts)))
         if found := self.cache.get(key):
             return found
 
@@ -63,3 +66,13 @@ class Plans:
         made = await asyncio.to_thread(make)
         self.cache.put(key, *made)
         return made[0]
+
+    def _digest(self, parts: tuple[Part, ...]) -> str:
+        """The P of a plan's key. Finding the parts again costs a tenth of digesting them."""
+        if not parts:
+            return "whole"
+        if parts not in self._digests:
+            if len(self._digests) >= _MAX_DIGESTS:
+                del self._digests[next(iter(self._digests))]
+            self._digests[parts] = hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+        return self._digests[parts]

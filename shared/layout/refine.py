@@ -7,15 +7,28 @@ Invariants
     - A target element with no source is an error, never a hole.
 
 How: flat ranges become boxes (a partial row, whole rows, a partial row), overlapping boxes of one side are
-cut into disjoint cells that know all their holders, and a slice is a source cell cut with a target cell.
-Layers look alike, so the result is computed once per (shape, source regions, target regions) and reused.
+cut into disjoint cells that know all their holders, and a slice is a source cell cut with a target cell, all
+pairs of a tensor at once. Layers look alike, so this is done once per (shape, source pattern, target
+pattern): a `SliceClass`. A mixture of experts with ZeRO shards has millions of slices in a hundred classes;
+slices become objects only when somebody looks at them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shared.errors import LayoutError
-from shared.layout.tensor_layout import Box, FlatRange, Layout, Region, TensorSpec
+from shared.layout.regions import disjoint_cells, region_boxes
+from shared.layout.tensor_layout import Box, FlatRange, Layout, Pattern, Region
+
+Ints = NDArray[np.int64]
+_MAX_COMPARED = 1 << 22
+"""Pairs of boxes compared at once: bounds the memory of a refinement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,190 +42,167 @@ class AtomicSlice:
     receivers: tuple[str, ...]
 
 
-def flat_to_boxes(shape: tuple[int, ...], start: int, count: int) -> list[Box]:
-    """Row-major range as boxes, in row-major order; at most 2·ndim - 1 of them.
+@dataclass(frozen=True, eq=False)
+class SliceClass:
+    """The slices of every tensor of one shape under one pair of patterns, row-major.
 
-    >>> flat_to_boxes((4, 3), 2, 6)
-    [Box(start=(0, 2), shape=(1, 1)), Box(start=(1, 0), shape=(1, 3)), Box(start=(2, 0), shape=(1, 2))]
+    `starts` and `shapes` are (slices, dimensions) in elements, `nbytes` is (slices,).
     """
-    if count <= 0:
-        return []
-    if not shape:
-        return [Box((), ())]
-    if len(shape) == 1:
-        return [Box((start,), (count,))]
-    inner_shape = shape[1:]
-    inner = 1
-    for size in inner_shape:
-        inner *= size
-    row, offset = divmod(start, inner)
-    boxes: list[Box] = []
-    if offset:
-        take = min(inner - offset, count)
-        boxes += [_under(row, b) for b in flat_to_boxes(inner_shape, offset, take)]
-        row, count = row + 1, count - take
-    if rows := count // inner:
-        boxes.append(Box((row,) + (0,) * len(inner_shape), (rows, *inner_shape)))
-        row, count = row + rows, count - rows * inner
-    boxes += [_under(row, b) for b in flat_to_boxes(inner_shape, 0, count)]
-    return boxes
+
+    starts: Ints
+    shapes: Ints
+    nbytes: Ints
+    senders: tuple[tuple[str, ...], ...]
+    receivers: tuple[tuple[str, ...], ...]
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        pairs = zip(self.starts.tolist(), self.shapes.tolist(), strict=True)
+        return tuple(Box(tuple(start), tuple(shape)) for start, shape in pairs)
 
 
-def _under(row: int, box: Box) -> Box:
-    return Box((row, *box.start), (1, *box.shape))
+class Refinement(Sequence[AtomicSlice]):
+    """Atomic slices in the order of `names`; tensor i has those of `classes[class_of[i]]`."""
+
+    def __init__(self, names: Sequence[str], class_of: Sequence[int], classes: Sequence[SliceClass]) -> None:
+        self.names, self.classes = tuple(names), tuple(classes)
+        self.class_of = np.array(class_of, np.int64)
+        sizes = np.array([len(c.nbytes) for c in classes], np.int64)
+        self._ends = np.cumsum(sizes[self.class_of]) if len(classes) else np.zeros(0, np.int64)
+
+    def piece(self, tensor: int, index: int) -> AtomicSlice:
+        """Slice `index` of tensor number `tensor`."""
+        found = self.classes[self.class_of[tensor]]
+        return AtomicSlice(
+            self.names[tensor],
+            found.boxes[index],
+            int(found.nbytes[index]),
+            found.senders[index],
+            found.receivers[index],
+        )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __iter__(self) -> Iterator[AtomicSlice]:
+        for tensor, number in enumerate(self.class_of.tolist()):
+            for index in range(len(self.classes[number].nbytes)):
+                yield self.piece(tensor, index)
+
+    @overload
+    def __getitem__(self, index: int) -> AtomicSlice: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[AtomicSlice, ...]: ...
+    def __getitem__(self, index: int | slice) -> AtomicSlice | tuple[AtomicSlice, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        at = range(len(self))[index]
+        tensor = int(np.searchsorted(self._ends, at, side="right"))
+        size = len(self.classes[self.class_of[tensor]].nbytes)
+        return self.piece(tensor, at - int(self._ends[tensor]) + size)
 
 
-def region_boxes(shape: tuple[int, ...], region: Region) -> list[Box]:
-    """A region of a tensor of `shape` as disjoint boxes, in row-major order; none if it is empty."""
-    if isinstance(region, FlatRange):
-        return flat_to_boxes(shape, region.start, region.count)
-    return [region] if region.numel else []
+@dataclass(frozen=True, eq=False)
+class _Cells:
+    """Disjoint boxes of one side, and who has each."""
+
+    starts: Ints
+    stops: Ints
+    holders: tuple[tuple[str, ...], ...]
 
 
-def intersect(a: Box, b: Box) -> Box | None:
-    """Common elements of two boxes, or None."""
-    start, shape = [], []
-    for a0, an, b0, bn in zip(a.start, a.shape, b.start, b.shape, strict=True):
-        lo = a0 if a0 > b0 else b0
-        hi = min(a0 + an, b0 + bn)
-        if hi <= lo:
-            return None
-        start.append(lo)
-        shape.append(hi - lo)
-    return Box(tuple(start), tuple(shape))
+def _cells(shape: tuple[int, ...], pattern: Pattern) -> _Cells:
+    grouped: dict[Region, list[str]] = {}
+    for region, holder in pattern:
+        grouped.setdefault(region, []).append(holder)
+    regions = tuple(grouped)
+    names = [tuple(sorted(set(found))) for found in grouped.values()]
+    boxes = [(box, index) for index, region in enumerate(regions) for box in region_boxes(shape, region)]
+    starts = np.array([box.start for box, _ in boxes], np.int64).reshape(len(boxes), len(shape))
+    sizes = np.array([box.shape for box, _ in boxes], np.int64).reshape(len(boxes), len(shape))
+    if _are_disjoint(regions, starts, starts + sizes):
+        return _Cells(starts, starts + sizes, tuple(names[index] for _, index in boxes))
+    cells = disjoint_cells(shape, regions)
+    starts = np.array([box.start for box, _ in cells], np.int64).reshape(len(cells), len(shape))
+    stops = np.array([box.stop for box, _ in cells], np.int64).reshape(len(cells), len(shape))
+    return _Cells(starts, stops, tuple(_union([names[i] for i in owners]) for _, owners in cells))
 
 
-def subtract(a: Box, inside: Box) -> list[Box]:
-    """`a` without `inside` (which lies in `a`) as at most 2·ndim disjoint boxes."""
-    pieces: list[Box] = []
-    start, shape = list(a.start), list(a.shape)
-    for dim in range(len(start)):
-        before = inside.start[dim] - start[dim]
-        after = start[dim] + shape[dim] - inside.start[dim] - inside.shape[dim]
-        if before:
-            pieces.append(Box(tuple(start), (*shape[:dim], before, *shape[dim + 1 :])))
-        if after:
-            at = inside.start[dim] + inside.shape[dim]
-            pieces.append(
-                Box((*start[:dim], at, *start[dim + 1 :]), (*shape[:dim], after, *shape[dim + 1 :]))
-            )
-        start[dim], shape[dim] = inside.start[dim], inside.shape[dim]
-    return pieces
+def _union(names: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    return names[0] if len(names) == 1 else tuple(sorted({name for found in names for name in found}))
 
 
-def _without(a: Box, b: Box) -> list[Box]:
-    common = intersect(a, b)
-    return [a] if common is None else subtract(a, common)
-
-
-Cell = tuple[Box, frozenset[int]]
-
-
-def disjoint_cells(shape: tuple[int, ...], regions: Sequence[Region]) -> list[Cell]:
-    """Disjoint boxes that cover `regions`, each with the indices of all regions that contain it."""
-    cells: list[Cell] = []
-    for index, region in enumerate(regions):
-        mine = frozenset((index,))
-        rest = region_boxes(shape, region)
-        merged: list[Cell] = []
-        for box, owners in cells:
-            outside = [box]
-            for new in rest:
-                cut: list[Box] = []
-                for piece in outside:
-                    common = intersect(piece, new)
-                    if common is None:
-                        cut.append(piece)
-                    else:
-                        merged.append((common, owners | mine))
-                        cut += subtract(piece, common)
-                outside = cut
-            merged += [(piece, owners) for piece in outside]
-        for box, _ in cells:
-            rest = [piece for new in rest for piece in _without(new, box)]
-        cells = merged + [(box, mine) for box in rest]
-    return cells
-
-
-def cover_problem(spec: TensorSpec, regions: Sequence[Region]) -> str | None:
-    """None if `regions` have every element of `spec` exactly once, else which part is missing or doubled."""
-    total = sum(region.numel for region in regions)
+def _are_disjoint(regions: Sequence[Region], starts: Ints, stops: Ints) -> bool:
     if all(isinstance(region, FlatRange) for region in regions):
-        at = 0
-        for start, count in sorted(
-            (r.start, r.count) for r in regions if isinstance(r, FlatRange) and r.count
-        ):
-            if start != at:
-                kind = "is in two parts" if start < at else "is in no part"
-                return f"{spec.name}: element {min(start, at)} {kind}"
-            at = start + count
-    else:
-        boxes = [box for region in regions for box in region_boxes(spec.shape, region)]
-        boxes.sort(key=lambda box: box.start)
-        for index, a in enumerate(boxes):
-            for b in boxes[index + 1 :]:
-                if spec.shape and b.start[0] >= a.start[0] + a.shape[0]:
-                    break
-                if (common := intersect(a, b)) is not None:
-                    return f"{spec.name}: the box at {common.start} of shape {common.shape} is in two parts"
-    if total != spec.numel:
-        return f"{spec.name}: {total} of {spec.numel} elements are in a part"
-    return None
+        spans = sorted((r.start, r.start + r.count) for r in regions if isinstance(r, FlatRange))
+        return all(left[1] <= right[0] for left, right in pairwise(spans))
+    return len(_common(starts, stops, starts, stops)[0]) == len(starts)
 
 
-def _group(pairs: Iterable[tuple[Region, str]]) -> tuple[tuple[Region, ...], list[list[str]]]:
-    holders: dict[Region, list[str]] = {}
-    for region, holder in pairs:
-        holders.setdefault(region, []).append(holder)
-    return tuple(holders), list(holders.values())
+def _common(starts: Ints, stops: Ints, other_starts: Ints, other_stops: Ints) -> tuple[Ints, Ints]:
+    """Indices (of these, of the others) of all pairs of boxes that have elements in common."""
+    step = max(_MAX_COMPARED // max(len(other_starts), 1), 1)
+    mine, theirs = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for first in range(0, len(starts), step):
+        meets = np.ones((len(starts[first : first + step]), len(other_starts)), bool)
+        for dim in range(starts.shape[1]):
+            meets &= starts[first : first + step, None, dim] < other_stops[None, :, dim]
+            meets &= other_starts[None, :, dim] < stops[first : first + step, None, dim]
+        found = np.nonzero(meets)
+        mine.append(found[0] + first)
+        theirs.append(found[1])
+    return np.concatenate(mine), np.concatenate(theirs)
 
 
-def _slice_shape(
-    shape: tuple[int, ...], sources: tuple[Region, ...], targets: tuple[Region, ...]
-) -> list[tuple[Box, frozenset[int], frozenset[int]]]:
-    source_cells = disjoint_cells(shape, sources)
-    found = []
-    for target, needs in disjoint_cells(shape, targets):
-        missing = target.numel
-        for source, has in source_cells:
-            if (common := intersect(source, target)) is not None:
-                found.append((common, has, needs))
-                missing -= common.numel
-        if missing:
-            raise LayoutError(f"{missing} elements of the box {target.start}+{target.shape} have no source")
-    found.sort(key=lambda item: item[0].start)
-    return found
+def _slice_class(shape: tuple[int, ...], itemsize: int, source: _Cells, target: _Cells) -> SliceClass:
+    wants, has = _common(target.starts, target.stops, source.starts, source.stops)
+    starts = np.maximum(target.starts[wants], source.starts[has])
+    shapes = np.minimum(target.stops[wants], source.stops[has]) - starts
+    numel = shapes.prod(axis=1, dtype=np.int64)
+    missing = (target.stops - target.starts).prod(axis=1, dtype=np.int64)
+    np.subtract.at(missing, wants, numel)
+    if len(holes := np.flatnonzero(missing)):
+        start, stop = target.starts[holes[0]].tolist(), target.stops[holes[0]].tolist()
+        box = Box(tuple(start), tuple(b - a for a, b in zip(start, stop, strict=True)))
+        raise LayoutError(f"{missing[holes[0]]} elements of the box {box.start}+{box.shape} have no source")
+    order = np.lexsort(starts.T[::-1]) if shape else np.arange(len(numel))
+    return SliceClass(
+        starts[order],
+        shapes[order],
+        numel[order] * itemsize,
+        tuple(source.holders[i] for i in has[order].tolist()),
+        tuple(target.holders[i] for i in wants[order].tolist()),
+    )
 
 
-def refine(source: Layout, target: Layout) -> tuple[AtomicSlice, ...]:
+def refine(source: Layout, target: Layout) -> Refinement:
     """Atomic slices of everything `target` needs, in tensor order of `target`, row-major within a tensor.
 
     Raises LayoutError if a tensor differs between the two, or a part of `target` is nowhere in `source`.
     """
-    known: dict[tuple[object, ...], list[tuple[Box, frozenset[int], frozenset[int]]]] = {}
-    slices: list[AtomicSlice] = []
+    known: dict[tuple[object, ...], int] = {}
+    cells: dict[tuple[object, ...], _Cells] = {}
+    classes: list[SliceClass] = []
+    class_of: list[int] = []
     for name, wanted in target.by_tensor.items():
         spec = target.tensors[name]
         if source.tensors.get(name) != spec:
             raise LayoutError(
                 f"tensor {name} is {spec} at the target, {source.tensors.get(name)} at the source"
             )
-        sources, senders = _group(source.by_tensor.get(name, ()))
-        targets, receivers = _group(wanted)
-        key = (spec.shape, sources, targets)
+        had = source.by_tensor.get(name, ())
+        key = (spec.shape, spec.itemsize, id(had), id(wanted))
         if key not in known:
+            for pattern in (had, wanted):
+                if (spec.shape, id(pattern)) not in cells:
+                    cells[spec.shape, id(pattern)] = _cells(spec.shape, pattern)
             try:
-                known[key] = _slice_shape(spec.shape, sources, targets)
+                made = _slice_class(
+                    spec.shape, spec.itemsize, cells[spec.shape, id(had)], cells[spec.shape, id(wanted)]
+                )
             except LayoutError as error:
                 raise LayoutError(f"{name}: {error.message}", tensor=name) from None
-        for box, has, needs in known[key]:
-            slices.append(
-                AtomicSlice(
-                    name,
-                    box,
-                    box.numel * spec.itemsize,
-                    tuple(sorted({holder for i in has for holder in senders[i]})),
-                    tuple(sorted({holder for i in needs for holder in receivers[i]})),
-                )
-            )
-    return tuple(slices)
+            known[key] = len(classes)
+            classes.append(made)
+        class_of.append(known[key])
+    return Refinement(tuple(target.by_tensor), class_of, classes)

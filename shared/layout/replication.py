@@ -7,10 +7,10 @@ smallest that fits, so a bigger cluster adds groups instead of widening shards.
 With 4 nodes, a 100 GiB model and 60 GiB per node: k = 2, groups (n0, n1) and (n2, n3), 50 GiB each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shared.layout.tensor_layout import Layout, Placement, TensorSpec, index_specs, narrow, whole
+from shared.layout.tensor_layout import Layout, Pattern, TensorSpec, index_specs, narrow, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +38,22 @@ def form_groups(nodes: Sequence[str], group_size: int) -> tuple[tuple[str, ...],
     return tuple(groups)
 
 
-def shard_over(specs: Sequence[TensorSpec], members: Sequence[str]) -> list[Placement]:
-    """Every tensor cut along its first dimension over `members`, as evenly as whole rows allow.
+def shard_over(spec: TensorSpec, turn: int, members: Sequence[str]) -> Pattern:
+    """`spec` cut along its first dimension over `members`, as evenly as whole rows allow.
 
-    The member that gets the longer pieces rotates from tensor to tensor, so that remainders do not pile up.
+    The member that gets the longer pieces rotates with `turn`, the number of the tensor, so that remainders
+    do not pile up.
     """
-    placements = []
-    for turn, spec in enumerate(specs):
-        if not spec.shape:
-            placements.append(Placement(spec.name, whole(spec), members[turn % len(members)]))
-            continue
-        base, extra = divmod(spec.shape[0], len(members))
-        at = 0
-        for step in range(len(members)):
-            rows = base + (step < extra)
-            if rows:
-                holder = members[(turn + step) % len(members)]
-                placements.append(Placement(spec.name, narrow(spec, 0, at, rows), holder))
-            at += rows
-    return placements
+    if not spec.shape:
+        return ((whole(spec), members[turn % len(members)]),)
+    base, extra = divmod(spec.shape[0], len(members))
+    parts, at = [], 0
+    for step in range(len(members)):
+        rows = base + (step < extra)
+        if rows and spec.numel:
+            parts.append((narrow(spec, 0, at, rows), members[(turn + step) % len(members)]))
+        at += rows
+    return tuple(parts)
 
 
 def grouped_layout(
@@ -70,12 +67,24 @@ def grouped_layout(
     largest = 0
     for group_size in range(1, len(nodes) + 1):
         groups = form_groups(nodes, group_size)
-        layout = Layout(tensors, tuple(p for group in groups for p in shard_over(specs, group)))
-        held = dict.fromkeys(nodes, 0)
-        for p in layout.placements:
-            held[p.holder] += p.region.numel * tensors[p.tensor].itemsize
-        largest = max(held.values(), default=0)
+        layout = _sharded(specs, tensors, groups)
+        largest = max((layout.nbytes_of(node) for node in nodes), default=0)
         if largest <= node_budget_bytes:
             return GroupedLayout(layout, groups, group_size)
     budget = f"the budget of {node_budget_bytes} bytes"
     raise ValueError(f"a share of {largest} bytes on each of {len(nodes)} nodes exceeds {budget}")
+
+
+def _sharded(
+    specs: Sequence[TensorSpec], tensors: Mapping[str, TensorSpec], groups: Sequence[Sequence[str]]
+) -> Layout:
+    """Every group has the whole model, sharded over its members."""
+    known: dict[tuple[object, ...], Pattern] = {}
+    patterns = {}
+    for turn, spec in enumerate(specs):
+        kind = (spec.shape, *(turn % len(group) for group in groups))
+        if kind not in known:
+            known[kind] = tuple(part for group in groups for part in shard_over(spec, turn, group))
+        if known[kind]:
+            patterns[spec.name] = known[kind]
+    return Layout.of_patterns(tensors, patterns)

@@ -13,10 +13,9 @@ Example, a 10×4 bfloat16 weight (80 bytes) under ZeRO with W = 4 (p = ceil(40/4
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,47 +98,88 @@ def region_problem(spec: TensorSpec, region: Region) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
+Pattern = tuple[tuple[Region, str], ...]
+"""(region, holder) pairs of one tensor. Layers look alike, so many tensors share one pattern object."""
+
+
 class Layout:
     """Placements of some or all parts of a model's tensors. Raises ValueError on a region outside its
-    tensor."""
+    tensor.
 
-    tensors: Mapping[str, TensorSpec]
-    placements: tuple[Placement, ...]
+    A mixture of experts has tens of thousands of tensors, each on a hundred holders: what is worked out per
+    *pattern* is worked out once, whether it was built from patterns or found equal among placements.
+    """
 
-    def __post_init__(self) -> None:
-        for placement in self.placements:
-            if placement.tensor not in self.tensors:
-                raise ValueError(f"{placement.holder} holds unknown tensor {placement.tensor}")
-            if problem := region_problem(self.tensors[placement.tensor], placement.region):
-                raise ValueError(f"{placement.holder}: {problem}")
+    def __init__(self, tensors: Mapping[str, TensorSpec], placements: Iterable[Placement] = ()) -> None:
+        found: dict[str, list[tuple[Region, str]]] = {}
+        for p in placements:
+            if p.tensor not in tensors:
+                raise ValueError(f"{p.holder} holds unknown tensor {p.tensor}")
+            if problem := region_problem(tensors[p.tensor], p.region):
+                raise ValueError(f"{p.holder}: {problem}")
+            if p.region.numel:
+                found.setdefault(p.tensor, []).append((p.region, p.holder))
+        known: dict[Pattern, Pattern] = {}
+        self.tensors = tensors
+        self.by_tensor: Mapping[str, Pattern] = {
+            name: known.setdefault(pattern, pattern)
+            for name, pattern in zip(found, map(tuple, found.values()), strict=True)
+        }
+
+    @classmethod
+    def of_patterns(cls, tensors: Mapping[str, TensorSpec], patterns: Mapping[str, Pattern]) -> "Layout":
+        """A layout of patterns that share objects; regions may not be empty. Raises ValueError as above."""
+        checked: set[tuple[int, tuple[int, ...]]] = set()
+        for name, pattern in patterns.items():
+            key = (id(pattern), tensors[name].shape)
+            if key in checked:
+                continue
+            checked.add(key)
+            for region, holder in pattern:
+                if problem := region_problem(tensors[name], region):
+                    raise ValueError(f"{holder}: {problem}")
+                assert region.numel, f"{holder} has an empty part of {name}"
+        layout = cls(tensors)
+        layout.by_tensor = patterns
+        return layout
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """Every part that is not empty, tensor by tensor."""
+        return tuple(Placement(name, r, h) for name, pairs in self.by_tensor.items() for r, h in pairs)
 
     @cached_property
     def holders(self) -> tuple[str, ...]:
         """Everyone who holds something, sorted."""
-        return tuple(sorted({p.holder for p in self.placements}))
+        distinct = {id(pattern): pattern for pattern in self.by_tensor.values()}
+        return tuple(sorted({holder for pattern in distinct.values() for _, holder in pattern}))
 
     @cached_property
-    def by_tensor(self) -> Mapping[str, tuple[tuple[Region, str], ...]]:
-        """Tensor → its (region, holder) pairs, in placement order; empty regions are left out."""
-        found: dict[str, list[tuple[Region, str]]] = {}
-        for p in self.placements:
-            if p.region.numel:
-                found.setdefault(p.tensor, []).append((p.region, p.holder))
-        return {name: tuple(pairs) for name, pairs in found.items()}
+    def nbytes_by_holder(self) -> Mapping[str, int]:
+        """Bytes that each holder has."""
+        uses: dict[tuple[int, int], list[Pattern]] = {}
+        for name, pattern in self.by_tensor.items():
+            uses.setdefault((id(pattern), self.tensors[name].itemsize), []).append(pattern)
+        found = dict.fromkeys(self.holders, 0)
+        for (_, itemsize), same in uses.items():
+            for region, holder in same[0]:
+                found[holder] += region.numel * itemsize * len(same)
+        return found
 
     def nbytes_of(self, holder: str) -> int:
         """Bytes that `holder` has."""
-        mine = (p for p in self.placements if p.holder == holder)
-        return sum(self.tensors[p.tensor].itemsize * p.region.numel for p in mine)
+        return self.nbytes_by_holder.get(holder, 0)
 
     @cached_property
     def digest(self) -> str:
         """16 hex digits that are equal for equal layouts: the P of a plan's cache key."""
         state = hashlib.blake2b(digest_size=8)
-        for p in self.placements:
-            spec = self.tensors[p.tensor]
-            state.update(repr((p.tensor, spec.dtype, spec.shape, p.region, p.holder)).encode())
+        seen: dict[int, bytes] = {}
+        for name, pattern in self.by_tensor.items():
+            spec = self.tensors[name]
+            if id(pattern) not in seen:
+                seen[id(pattern)] = hashlib.blake2b(repr(pattern).encode(), digest_size=8).digest()
+            state.update(repr((name, spec.dtype, spec.shape)).encode() + seen[id(pattern)])
         return state.hexdigest()
 
 
@@ -155,8 +195,28 @@ def index_specs(specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
 
 def full_layout(specs: Sequence[TensorSpec], holders: Sequence[str]) -> Layout:
     """Every holder has the whole model."""
-    placements = tuple(Placement(s.name, whole(s), h) for h in holders for s in specs)
-    return Layout(index_specs(specs), placements)
+
+    def pattern(spec: TensorSpec) -> Pattern:
+        return tuple((whole(spec), h) for h in holders) if spec.numel else ()
+
+    return layout_by(specs, lambda spec: spec.shape, pattern)
+
+
+def layout_by(
+    specs: Sequence[TensorSpec],
+    kind_of: Callable[[TensorSpec], object],
+    pattern: Callable[[TensorSpec], Pattern],
+) -> Layout:
+    """`pattern` of every tensor, worked out once per kind; what nobody holds is left out."""
+    known: dict[object, Pattern] = {}
+    patterns = {}
+    for spec in specs:
+        kind = kind_of(spec)
+        if kind not in known:
+            known[kind] = pattern(spec)
+        if known[kind]:
+            patterns[spec.name] = known[kind]
+    return Layout.of_patterns(index_specs(specs), patterns)
 
 
 def zero_range(numel: int, rank: int, world: int) -> FlatRange:
@@ -172,27 +232,12 @@ def zero_range(numel: int, rank: int, world: int) -> FlatRange:
 
 def zero_layout(specs: Sequence[TensorSpec], ranks: Sequence[str]) -> Layout:
     """Every tensor flat-sharded over `ranks`, as ZeRO-3 does."""
-    placements = tuple(
-        Placement(spec.name, zero_range(spec.numel, r, len(ranks)), name)
-        for r, name in enumerate(ranks)
-        for spec in specs
-    )
-    return Layout(index_specs(specs), placements)
 
+    def pattern(spec: TensorSpec) -> Pattern:
+        parts = [(zero_range(spec.numel, r, len(ranks)), name) for r, name in enumerate(ranks)]
+        return tuple((region, name) for region, name in parts if region.count)
 
-def split_box(spec: TensorSpec, dim: int, part: int, parts: int, padded_size: int | None = None) -> Box:
-    """Part `part` of `parts` equal cuts along `dim`, of `padded_size` (default: the size) clipped to the
-    tensor.
-
-    A vocabulary of 10 rows padded to 12 on 4 ranks: rows [0,3) [3,6) [6,9) [9,10).
-    Raises ValueError if the (padded) size does not divide.
-    """
-    size = spec.shape[dim] if padded_size is None else padded_size
-    if size % parts or size < spec.shape[dim]:
-        raise ValueError(f"{spec.name}: size {size} of dimension {dim} cannot be cut into {parts} parts")
-    start = min(part * (size // parts), spec.shape[dim])
-    stop = min((part + 1) * (size // parts), spec.shape[dim])
-    return narrow(spec, dim, start, stop - start)
+    return layout_by(specs, lambda spec: spec.numel, pattern)
 
 
 def narrow(spec: TensorSpec, dim: int, start: int, length: int) -> Box:
@@ -203,59 +248,21 @@ def narrow(spec: TensorSpec, dim: int, start: int, length: int) -> Box:
     return Box(tuple(starts), tuple(shape))
 
 
-def split_fused(spec: TensorSpec, dim: int, sizes: Sequence[int], part: int, parts: int) -> tuple[Box, ...]:
-    """Part `part` of each fused region (q|k|v, gate|up) of the given `sizes` along `dim`: one box per region.
-
-    A gate-up weight of 8 rows fused as (4, 4), part 1 of 2: rows [2,4) and [6,8).
-    """
-    if sum(sizes) != spec.shape[dim] or any(size % parts for size in sizes):
-        raise ValueError(f"{spec.name}: fused sizes {tuple(sizes)} do not fit {spec.shape} in {parts} parts")
-    boxes, offset = [], 0
-    for size in sizes:
-        boxes.append(narrow(spec, dim, offset + part * (size // parts), size // parts))
-        offset += size
-    return tuple(boxes)
-
-
-def layer_of(name: str, marker: str = "layers") -> int | None:
-    """Layer number in a tensor name, or None for embeddings, final norm and head.
-
-    >>> layer_of("model.layers.12.mlp.up_proj.weight")
-    12
-    """
-    parts = name.split(".")
-    for left, right in pairwise(parts):
-        if left == marker and right.isdigit():
-            return int(right)
-    return None
-
-
-def stage_tensors(
-    specs: Sequence[TensorSpec], first_layer: int, last_layer: int, *, with_input: bool, with_output: bool
-) -> tuple[TensorSpec, ...]:
-    """Tensors of a pipeline stage of layers `[first_layer, last_layer)`.
-
-    A tensor outside the layers belongs to the input end if its name contains "embed", else to the output
-    end. With tied embeddings the last stage needs the input embedding as well: the caller adds it.
-    """
-    chosen = []
-    for spec in specs:
-        layer = layer_of(spec.name)
-        if layer is None:
-            is_input = "embed" in spec.name
-            keep = with_input if is_input else with_output
-        else:
-            keep = first_layer <= layer < last_layer
-        if keep:
-            chosen.append(spec)
-    return tuple(chosen)
-
-
 def merge_layouts(layouts: Sequence[Layout]) -> Layout:
-    """All placements of several layouts of one model, for example one per pipeline stage."""
+    """All parts of several layouts of one model, for example one per pipeline stage."""
     tensors: dict[str, TensorSpec] = {}
+    joined: dict[str, list[Pattern]] = {}
     for layout in layouts:
         for name, spec in layout.tensors.items():
             if tensors.setdefault(name, spec) != spec:
                 raise ValueError(f"tensor {name} differs between layouts")
-    return Layout(tensors, tuple(p for layout in layouts for p in layout.placements))
+        for name, pattern in layout.by_tensor.items():
+            joined.setdefault(name, []).append(pattern)
+    known: dict[tuple[int, ...], Pattern] = {}
+    patterns = {}
+    for name, parts in joined.items():
+        key = tuple(id(part) for part in parts)
+        if key not in known:
+            known[key] = tuple(pair for part in parts for pair in part)
+        patterns[name] = known[key]
+    return Layout.of_patterns(tensors, patterns)

@@ -17,10 +17,17 @@ Bounds
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.layout.demands import Demand, Demands, DemandTable, demands_of, rows_by_set
+from shared.layout.greedy import LinkTable, choose
+from shared.layout.greedy import lower_bound_s as lower_bound_of
+from shared.layout.plan_summary import PlanSummary
 from shared.layout.refine import AtomicSlice, refine
 from shared.layout.tensor_layout import Layout
 
@@ -57,14 +64,6 @@ LinkOf = Callable[[str, str], Link]
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """`receiver` needs `piece`; any of `piece.senders` can send it."""
-
-    piece: AtomicSlice
-    receiver: str
-
-
-@dataclass(frozen=True, slots=True)
 class Transfer:
     """One whole slice from `sender` to `receiver`, expected to take `cost_s`."""
 
@@ -74,46 +73,81 @@ class Transfer:
     cost_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class PlanSummary:
-    """What a person wants to know of a plan. `balance` is mean / largest sender load: 1.0 is perfect."""
-
-    plan_id: str
-    num_transfers: int
-    total_bytes: int
-    bytes_per_link: Mapping[tuple[str, str], int]
-    load_s_per_sender: Mapping[str, float]
-    makespan_s: float
-    lower_bound_s: float
-    balance: float
-
-
-@dataclass(frozen=True)
 class TransferPlan:
-    """The transfers of one Read or Write, and what they are expected to cost."""
+    """The transfers of one Read or Write, and what they are expected to cost.
 
-    plan_id: str
-    transfers: tuple[Transfer, ...]
-    lower_bound_s: float
+    A plan of a large model has millions of transfers: they are kept as arrays, and become objects one by one
+    for whoever looks at them.
+    """
+
+    def __init__(self, plan_id: str, demands: Demands, links: LinkTable) -> None:
+        self.plan_id = plan_id
+        self._demands, self._links = demands, links
+        self._choice = choose(demands.table, links)
 
     @cached_property
-    def load_s_per_sender(self) -> Mapping[str, float]:
-        loads: dict[str, float] = {}
-        for t in self.transfers:
-            loads[t.sender] = loads.get(t.sender, 0.0) + t.cost_s
-        return dict(sorted(loads.items()))
+    def lower_bound_s(self) -> float:
+        """No plan of these demands can be faster."""
+        return lower_bound_of(self._demands.table, self._links)
 
-    @property
-    def makespan_s(self) -> float:
-        return max(self.load_s_per_sender.values(), default=0.0)
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All of them, in plan order."""
+        return tuple(self._pick(lambda _rows, _chosen: None))
 
     def of_sender(self, sender: str) -> tuple[Transfer, ...]:
         """What `sender` has to send, in plan order."""
-        return tuple(t for t in self.transfers if t.sender == sender)
+        number = _index(self._demands.table.senders, sender)
+        return tuple(self._pick(lambda _rows, chosen: chosen == number))
 
     def of_receiver(self, receiver: str) -> tuple[Transfer, ...]:
         """What `receiver` will get, in plan order."""
-        return tuple(t for t in self.transfers if t.receiver == receiver)
+        table = self._demands.table
+        number = _index(table.receivers, receiver)
+        return tuple(self._pick(lambda rows, _chosen: table.receiver[rows] == number))
+
+    def _pick(
+        self, is_wanted: Callable[[slice, NDArray[np.int32]], NDArray[np.bool_] | None]
+    ) -> Iterator[Transfer]:
+        table, at = self._demands.table, 0
+        starts, ends = table.row_starts.tolist(), table.row_ends.tolist()
+        for tensor, number in enumerate(table.class_of.tolist()):
+            rows = slice(starts[number], ends[number])
+            chosen = self._choice.chosen[at : at + rows.stop - rows.start]
+            wanted = is_wanted(rows, chosen)
+            offsets = range(len(chosen)) if wanted is None else np.flatnonzero(wanted).tolist()
+            for offset in offsets:
+                sender, demand = int(chosen[offset]), self._demands.at(tensor, rows.start + offset)
+                receiver = int(table.receiver[rows.start + offset])
+                link = Link(
+                    float(self._links.bandwidth_bytes_per_s[sender, receiver]),
+                    float(self._links.overhead_s[sender, receiver]),
+                )
+                cost_s = link.cost_s(demand.piece.nbytes)
+                yield Transfer(demand.piece, table.senders[sender], demand.receiver, cost_s)
+            at += len(chosen)
+
+    def __len__(self) -> int:
+        return len(self._choice.chosen)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, TransferPlan)
+            and self.plan_id == other.plan_id
+            and self.transfers == other.transfers
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.plan_id)
+
+    @property
+    def load_s_per_sender(self) -> Mapping[str, float]:
+        """Seconds that each sender is busy; those with nothing to send are left out."""
+        return self._summary.load_s_per_sender
+
+    @property
+    def makespan_s(self) -> float:
+        return self._summary.makespan_s
 
     def explain(self) -> PlanSummary:
         """Bytes per link, loads, makespan against its lower bound, balance. Worked out once."""
@@ -121,70 +155,60 @@ class TransferPlan:
 
     @cached_property
     def _summary(self) -> PlanSummary:
-        per_link: dict[tuple[str, str], int] = {}
-        for t in self.transfers:
-            key = (t.sender, t.receiver)
-            per_link[key] = per_link.get(key, 0) + t.piece.nbytes
-        loads = self.load_s_per_sender
-        makespan = self.makespan_s
-        senders = {sender for t in self.transfers for sender in t.piece.senders}
+        table, choice = self._demands.table, self._choice
+        per_link = {
+            (table.senders[sender], table.receivers[receiver]): int(choice.link_bytes[sender, receiver])
+            for sender, receiver in np.argwhere(choice.link_bytes).tolist()
+        }
+        busy = np.flatnonzero(choice.link_bytes.any(axis=1) | (choice.load_s > 0)).tolist()
+        loads = {table.senders[sender]: float(choice.load_s[sender]) for sender in busy}
+        makespan = max(loads.values(), default=0.0)
         return PlanSummary(
             plan_id=self.plan_id,
-            num_transfers=len(self.transfers),
+            num_transfers=len(self),
             total_bytes=sum(per_link.values()),
             bytes_per_link=dict(sorted(per_link.items())),
-            load_s_per_sender=loads,
+            load_s_per_sender=dict(sorted(loads.items())),
             makespan_s=makespan,
             lower_bound_s=self.lower_bound_s,
-            balance=sum(loads.values()) / (len(senders) * makespan) if makespan else 1.0,
+            balance=sum(loads.values()) / (len(table.senders) * makespan) if makespan else 1.0,
         )
 
+    def __str__(self) -> str:
+        return str(self.explain())
 
-def demands_of(slices: Iterable[AtomicSlice]) -> list[Demand]:
-    """One demand per slice and receiver. For a Write the receivers are the holders of the slice, one per
-    group."""
-    return [Demand(piece, receiver) for piece in slices for receiver in piece.receivers]
+
+def _index(names: tuple[str, ...], name: str) -> int:
+    return names.index(name) if name in names else -1
 
 
 def lower_bound_s(demands: Sequence[Demand], link_of: LinkOf) -> float:
-    """No plan can be faster, in seconds.
-
-    The larger of the largest demand on its fastest link and, for every set of senders that some demand
-    chooses from, the demands that can go nowhere else over the bandwidth of the set (a sender counts with
-    its fastest link).
-    """
-    largest = 0.0
-    work: dict[tuple[str, ...], int] = {}
-    best: dict[str, float] = {}
-    for demand in demands:
-        links = [(s, link_of(s, demand.receiver)) for s in demand.piece.senders]
-        largest = max(largest, min(link.cost_s(demand.piece.nbytes) for _, link in links))
-        work[demand.piece.senders] = work.get(demand.piece.senders, 0) + demand.piece.nbytes
-        for sender, link in links:
-            best[sender] = max(best.get(sender, 0.0), link.bandwidth_bytes_per_s)
-    sets = {senders: frozenset(senders) for senders in work}
-    fluid = 0.0
-    for senders in sets.values():
-        captive = sum(nbytes for other, nbytes in work.items() if sets[other] <= senders)
-        fluid = max(fluid, captive / sum(best[s] for s in senders))
-    return max(largest, fluid)
+    """No plan of `demands` can be faster, in seconds; `greedy.lower_bound_s` says why."""
+    table = _as_demands(demands).table
+    return lower_bound_of(table, _links(table, link_of))
 
 
 def plan_transfers(demands: Sequence[Demand], link_of: LinkOf, plan_id: str = "") -> TransferPlan:
     """The greedy plan. O(demands × senders). Deterministic: equal input, equal plan."""
-    load: dict[str, float] = {}
-    transfers = []
-    for demand in demands:
-        chosen, chosen_cost, chosen_load = "", 0.0, float("inf")
-        for sender in demand.piece.senders:
-            cost = link_of(sender, demand.receiver).cost_s(demand.piece.nbytes)
-            after = load.get(sender, 0.0) + cost
-            if after < chosen_load:
-                chosen, chosen_cost, chosen_load = sender, cost, after
-        assert chosen, "a refined slice has at least one sender"
-        load[chosen] = chosen_load
-        transfers.append(Transfer(demand.piece, chosen, demand.receiver, chosen_cost))
-    return TransferPlan(plan_id, tuple(transfers), lower_bound_s(demands, link_of))
+    found = _as_demands(demands)
+    return TransferPlan(plan_id, found, _links(found.table, link_of))
+
+
+def _as_demands(demands: Sequence[Demand]) -> Demands:
+    return demands if isinstance(demands, Demands) else Demands(listed=demands)
+
+
+def _links(table: DemandTable, link_of: LinkOf) -> LinkTable:
+    shape = len(table.senders), len(table.receivers)
+    links = LinkTable(np.ones(shape), np.zeros(shape))
+    asked = np.zeros(shape, bool)
+    for members, rows in zip(table.sets, rows_by_set(table), strict=True):
+        asked[np.ix_(members, np.unique(table.receiver[rows]))] = True
+    for sender, receiver in np.argwhere(asked).tolist():
+        link = link_of(table.senders[sender], table.receivers[receiver])
+        links.bandwidth_bytes_per_s[sender, receiver] = link.bandwidth_bytes_per_s
+        links.overhead_s[sender, receiver] = link.overhead_s
+    return links
 
 
 @dataclass(frozen=True, slots=True)

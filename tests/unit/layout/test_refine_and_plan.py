@@ -6,14 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import LayoutError
-from shared.layout.refine import (
-    AtomicSlice,
-    cover_problem,
-    disjoint_cells,
-    flat_to_boxes,
-    refine,
-    region_boxes,
-)
+from shared.layout.parallel import split_box, split_fused, stage_tensors
+from shared.layout.refine import AtomicSlice, refine
+from shared.layout.regions import cover_problem, disjoint_cells, flat_to_boxes, region_boxes
 from shared.layout.replication import form_groups, grouped_layout
 from shared.layout.tensor_layout import (
     Box,
@@ -26,9 +21,6 @@ from shared.layout.tensor_layout import (
     index_specs,
     merge_layouts,
     narrow,
-    split_box,
-    split_fused,
-    stage_tensors,
     whole,
     zero_layout,
     zero_range,
