@@ -4,12 +4,16 @@ D[j] is the least penalty of gaining exactly j replicas from the pairs seen so f
 its first e replicas and pay its penalty once, or skip it. On equal penalty the later candidate in traversal
 order stays.
 
-Plans are kept as back pointers, so a transition costs O(1): O(K·I) in all for K wanted of I slots.
+The replicas taken of each pair are kept in a table, and a candidate is put together only when it is looked
+at: O(K·I) in all for K wanted of I slots, in vectors over j.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
 
 from shared.ids import ReplicaId
 from shared.planning.pairs import ShiftPair
@@ -30,40 +34,69 @@ class Candidate:
         return len(self.up_replicas)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    pair: ShiftPair
-    num_taken: int
-    before: "_Step | None"
+class Candidates(Sequence[Candidate]):
+    """One candidate for each reachable k, by ascending k."""
+
+    def __init__(
+        self,
+        pairs: Sequence[ShiftPair],
+        penalty: npt.NDArray[np.float64],
+        taken: npt.NDArray[np.int32],
+    ) -> None:
+        self._pairs, self._penalty, self._taken = pairs, penalty, taken
+        self._reached: list[int] = (np.flatnonzero(np.isfinite(penalty[1:])) + 1).tolist()
+        self._known: dict[int, Candidate] = {}
+
+    def __len__(self) -> int:
+        return len(self._reached)
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return (self[i] for i in range(len(self)))
+
+    @overload
+    def __getitem__(self, i: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Candidate]: ...
+    def __getitem__(self, i: int | slice) -> Candidate | list[Candidate]:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        k = self._reached[i]
+        if k not in self._known:
+            self._known[k] = self._of(k)
+        return self._known[k]
+
+    def penalty_tokens(self, i: int) -> float:
+        """Of candidate `i`, without putting it together."""
+        return float(self._penalty[self._reached[i]])
+
+    def _of(self, k: int) -> Candidate:
+        parts: list[tuple[ShiftPair, int]] = []
+        left = k
+        for pair, taken in zip(reversed(self._pairs), reversed(self._taken), strict=True):
+            if num := int(taken[left]):
+                parts.append((pair, num))
+                left -= num
+        parts.reverse()
+        return Candidate(
+            up_replicas=tuple(r for pair, num in parts for r in pair.up_replicas[:num]),
+            down_replicas=tuple(r for pair, _ in parts for r in pair.down_replicas),
+            training_down=any(pair.training_down for pair, _ in parts),
+            penalty_tokens=float(self._penalty[k]),
+        )
 
 
-def candidates(pairs: Sequence[ShiftPair], max_up: int) -> list[Candidate]:
-    """One candidate for each reachable k in 1..`max_up`, by ascending k."""
-    penalty = [0.0] + [inf] * max_up
-    last: list[_Step | None] = [None] * (max_up + 1)
-    for pair in pairs:
-        next_penalty, next_last = penalty.copy(), last.copy()
-        for j in range(max_up):
-            if penalty[j] == inf:
-                continue
-            reached = penalty[j] + pair.penalty_tokens
-            for e in range(1, min(len(pair.up_replicas), max_up - j) + 1):
-                if reached <= next_penalty[j + e]:
-                    next_penalty[j + e] = reached
-                    next_last[j + e] = _Step(pair, e, last[j])
-        penalty, last = next_penalty, next_last
-    return [_candidate(last[k], penalty[k]) for k in range(1, max_up + 1) if penalty[k] < inf]
-
-
-def _candidate(step: _Step | None, penalty_tokens: float) -> Candidate:
-    steps: list[_Step] = []
-    while step is not None:
-        steps.append(step)
-        step = step.before
-    steps.reverse()
-    return Candidate(
-        up_replicas=tuple(r for s in steps for r in s.pair.up_replicas[: s.num_taken]),
-        down_replicas=tuple(r for s in steps for r in s.pair.down_replicas),
-        training_down=any(s.pair.training_down for s in steps),
-        penalty_tokens=penalty_tokens,
-    )
+def candidates(pairs: Sequence[ShiftPair], max_up: int) -> Candidates:
+    """One candidate for each reachable k in 1..`max_up`."""
+    penalty = np.full(max_up + 1, np.inf)
+    penalty[0] = 0.0
+    taken = np.zeros((len(pairs), max_up + 1), np.int32)
+    for pair, taken_of_pair in zip(pairs, taken, strict=True):
+        reached = penalty + pair.penalty_tokens
+        after = penalty.copy()
+        # Into one j, fewer replicas of this pair come from a later state: the last of equals stays.
+        for e in range(min(len(pair.up_replicas), max_up), 0, -1):
+            is_better = (reached[:-e] <= after[e:]) & np.isfinite(reached[:-e])
+            after[e:][is_better] = reached[:-e][is_better]
+            taken_of_pair[e:][is_better] = e
+        penalty = after
+    return Candidates(pairs, penalty, taken)

@@ -82,6 +82,10 @@ class ClusterSpec:
         """The slot of a replica; KeyError for one that is not of this cluster."""
         return self._by_id[replica]
 
+    def has_slot(self, replica: ReplicaId) -> bool:
+        """Whether this cluster has a slot of that id."""
+        return replica in self._by_id
+
     def slots_of(self, role: Role) -> list[ReplicaSlot]:
         """All slots of a role, by lowest device."""
         return sorted((s for s in self.slots if s.role is role), key=lambda s: min(s.devices))
@@ -104,7 +108,7 @@ class Allocation:
         owners: dict[DeviceId, Owner] = {}
         claims: list[tuple[Owner, frozenset[DeviceId]]] = []
         for replica in sorted(self.active, key=tie_order):
-            if replica not in {slot.id for slot in cluster.slots}:
+            if not cluster.has_slot(replica):
                 raise ConfigError("active", replica, "is no slot of this cluster", "Use the id of a slot")
             claims.append((replica, cluster.slot(replica).devices))
         if self.training_holds:

@@ -7,10 +7,13 @@ slower one decides. A role without sequences drops out; a role with sequences an
 zero.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import numpy as np
 
 from shared.ids import ReplicaId
-from shared.scheduling.migration import Movable, ReplicaLoads, shift_down, shift_up
+from shared.scheduling.migration import WAITING, Heaps, ReplicaLoads, Sequences, shift_down, shift_up
 from shared.scheduling.sequence import RoleLoad
 from shared.scheduling.throughput import UNIT, ThroughputModel
 
@@ -68,25 +71,11 @@ class RoleReplay:
         self.work = load.num_sequences * tokens_per_sequence
         self._migrate = migrate
         self._loads = ReplicaLoads(model or UNIT, capacity)
-        self._running: list[list[Movable]] = [[] for _ in self._loads.ids]
-        for replica in inactive:
-            self._loads.set_open(self._loads.index[replica], False)
-        rank = 0
-        queue: list[Movable] = []
-        is_active = set(active)
-        for replica_load in load.replicas:
-            lengths = replica_load.all_lengths()
-            movables = [Movable(length, rank + i, length + growth_tokens) for i, length in enumerate(lengths)]
-            rank += len(lengths)
-            if replica_load.replica in is_active:
-                at = self._loads.index[replica_load.replica]
-                self._running[at] = movables
-                tokens = sum(lengths)
-                self._loads.change(at, len(lengths), tokens, tokens + growth_tokens * len(lengths))
-            else:
-                queue += movables
-        queue += [Movable(length, rank + i, length + growth_tokens) for i, length in enumerate(load.queue)]
-        self._queue = queue
+        index = self._loads.index
+        self._loads.set_open([index[replica] for replica in inactive], False)
+        self._sequences = _sequences(load, {r: index[r] for r in active}, growth_tokens)
+        self._loads.add_all(*self._sequences)
+        self._heaps: Heaps | None = None
         self._known: dict[frozenset[ReplicaId], float] = {}
 
     @property
@@ -100,8 +89,11 @@ class RoleReplay:
 
     def after_shift_up(self, replicas: Sequence[ReplicaId]) -> float:
         """Throughput of the role once `replicas` started and migration settled."""
-        loads, running = self._loads.copy(), self._running.copy()
-        shift_up(loads, running, self._queue, [loads.index[r] for r in replicas], migrate=self._migrate)
+        loads = self._loads.copy()
+        if self._heaps is None:
+            self._heaps = Heaps.of(self._sequences, len(loads.ids))
+        new = [loads.index[r] for r in replicas]
+        shift_up(loads, self._sequences, self._heaps.copy(), new, migrate=self._migrate)
         return loads.total_tokens_per_s
 
     def after_shift_down(self, replicas: Sequence[ReplicaId]) -> float:
@@ -110,7 +102,17 @@ class RoleReplay:
             return self.tokens_per_s
         leaving = frozenset(replicas)
         if leaving not in self._known:
-            loads, running = self._loads.copy(), self._running.copy()
-            shift_down(loads, running, self._queue, [loads.index[r] for r in replicas])
+            loads = self._loads.copy()
+            shift_down(loads, self._sequences, [loads.index[r] for r in replicas])
             self._known[leaving] = loads.total_tokens_per_s
         return self._known[leaving]
+
+
+def _sequences(load: RoleLoad, homes: Mapping[ReplicaId, int], growth_tokens: int) -> Sequences:
+    """All sequences of `load` in dispatch order; those not on a replica with a home wait."""
+    by_replica = [replica.all_lengths() for replica in load.replicas]
+    at = [homes.get(replica.replica, WAITING) for replica in load.replicas]
+    by_replica.append(list(load.queue))
+    at.append(WAITING)
+    lengths = np.fromiter(chain.from_iterable(by_replica), np.int64)
+    return Sequences(lengths, lengths + growth_tokens, np.repeat(at, [len(each) for each in by_replica]))

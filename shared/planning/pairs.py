@@ -40,7 +40,7 @@ def shift_pairs(
     training_active: bool,
 ) -> list[ShiftPair]:
     """All pairs for `up_role`, by ascending penalty, then lowest device."""
-    groups: list[tuple[set[Owner], list[ReplicaSlot]]] = []
+    group_of: dict[Owner, tuple[set[Owner], list[ReplicaSlot]]] = {}
     free: list[ReplicaSlot] = []
     owner_of = _owners(cluster, allocation)
     for slot in cluster.slots_of(up_role):
@@ -53,11 +53,11 @@ def shift_pairs(
             free.append(slot)
             continue
         slots = [slot]
-        for group in [g for g in groups if g[0] & owners]:
-            groups.remove(group)
+        for group in {id(group_of[o]): group_of[o] for o in owners if o in group_of}.values():
             owners |= group[0]
             slots += group[1]
-        groups.append((owners, slots))
+        group_of.update(dict.fromkeys(owners, (owners, slots)))
+    groups = list({id(group): group for group in group_of.values()}.values())
     if free:
         groups.append((set(), free))
     pairs = [_pair(owners, slots, penalty_of) for owners, slots in groups]

@@ -119,7 +119,7 @@ class Planner(ShiftPolicy):
             """Throughput of the up-role as in `after`, of the donor as in `before`, at the penalty of `i`."""
             up, down = _split(up_role, after)[0], _split(up_role, before)[1]
             tokens_per_s = self._combined(replays, up_role, up, down)
-            return self.config.window_s * (tokens_per_s - current) - found[i].penalty_tokens
+            return self.config.window_s * (tokens_per_s - current) - found.penalty_tokens(i)
 
         judged = list(search(len(found), judge, bound, self.config.max_evaluated).values())
         best: int | None = None
@@ -179,10 +179,11 @@ class Planner(ShiftPolicy):
 
     def _refusal(self, up_role: Role, candidate: Candidate, now_s: float) -> str:
         donor = up_role.opposite
-        left = len(self._allocation.active_of(donor, self.cluster)) - len(candidate.down_replicas)
         minimum = self.config.of(donor).min_replicas
-        if candidate.down_replicas and left < minimum:
-            return f"{donor} keeps at least {minimum} replicas"
+        if candidate.down_replicas and minimum:
+            left = len(self._allocation.active_of(donor, self.cluster)) - len(candidate.down_replicas)
+            if left < minimum:
+                return f"{donor} keeps at least {minimum} replicas"
         if self._would_reverse(candidate.down_replicas, candidate.penalty_tokens, now_s):
             assert self._payback is not None
             return f"{self._payback.plan.id} has not paid back yet"

@@ -9,188 +9,82 @@ Invariants
 - Dispatch goes in queue order and stops at the first sequence that fits nowhere.
 - Every accepted move of a shift-up strictly raises the aggregate throughput, so moving ends.
 
-Cost: O(I) for each placed sequence. Queue and move order are given by `Movable.rank`.
+Cost: O(I) for each placed sequence, about a nanosecond for each of I replicas (`shared.scheduling.kernels`).
 """
 
-import heapq
-from collections.abc import Iterable, Mapping, Sequence
-from math import fsum, inf
-from typing import Any, NamedTuple, Self
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from shared.ids import ReplicaId
-from shared.scheduling.throughput import ThroughputModel
+from shared.scheduling.loads import Integers, ReplicaLoads, kernels, tie_order
+from shared.scheduling.throughput import UNIT
 
-_SMALL = 12
-"""Replicas up to which a loop beats vectors."""
+__all__ = [
+    "ELSEWHERE",
+    "WAITING",
+    "Heaps",
+    "Movable",
+    "ReplicaLoads",
+    "Sequences",
+    "dispatch",
+    "moves_worth_making",
+    "shift_down",
+    "shift_up",
+    "tie_order",
+    "warm_up",
+]
+
+WAITING = -1
+"""Home of a sequence that is in the queue."""
+ELSEWHERE = -2
+"""Home of a sequence that takes no part: it neither waits nor may be moved."""
 
 
 class Movable(NamedTuple):
-    """A sequence as migration sees it. Compares by length first: the least of a replica is its shortest."""
+    """A sequence as dispatch sees it."""
 
     length: int
     """Resident tokens."""
-    rank: int
-    """Position in dispatch order, unique within a role."""
     need: int
     """KV tokens to set aside, growth included."""
 
 
-class Move(NamedTuple):
-    """An accepted migration: `movable` from replica index `source` to `target`."""
+class Sequences(NamedTuple):
+    """Sequences of a role, numbered in dispatch order; vectors of int64.
 
-    movable: Movable
-    source: int
-    target: int
-
-
-def tie_order(replica: ReplicaId) -> tuple[str, int, str]:
-    """Sort key of replicas: `rollout-2` before `rollout-10`."""
-    role, _, slot = replica.rpartition("-")
-    return (role, int(slot), "") if slot.isdecimal() else (replica, -1, replica)
-
-
-class ReplicaLoads:
-    """n, tokens, KV room and throughput of every replica of a role; replicas are indexes in `ids`.
-
-    What `best` and `fastest` need of all replicas at once is kept ready: the denominator of T one sequence
-    further, without its length. Few replicas are compared in a loop over lists, many with vectors; the
-    arithmetic is the same.
+    Who is shortest on a replica is decided by length, then by number.
     """
 
-    __slots__ = (
-        "_attention",
-        "_base",
-        "_gain",
-        "_is_small",
-        "_n",
-        "_next_n",
-        "_open",
-        "_overheads",
-        "_room",
-        "_room_vector",
-        "_speed",
-        "_threshold",
-        "_tok",
-        "_tokens_per_s",
-        "ids",
-        "index",
-        "model",
-    )
+    lengths: Integers
+    """Resident tokens."""
+    needs: Integers
+    """KV tokens to set aside, growth included."""
+    homes: Integers
+    """Index of the replica, or WAITING, or ELSEWHERE."""
 
-    def __init__(self, model: ThroughputModel, kv_capacity_tokens: Mapping[ReplicaId, int]) -> None:
-        self.model = model
-        self.ids = tuple(sorted(kv_capacity_tokens, key=tie_order))
-        self.index = {replica: i for i, replica in enumerate(self.ids)}
-        size = len(self.ids)
-        self._is_small = size <= _SMALL
-        self._attention = model.attention_s_per_token
-        self._overheads = [0.0, model.overhead_s(1)]
-        self._n, self._tok, self._tokens_per_s = [0] * size, [0] * size, [0.0] * size
-        self._room = [kv_capacity_tokens[replica] for replica in self.ids]
-        self._open = [True] * size
-        self._base: Any = [self._overheads[1]] * size  # A·tok + overhead(n + 1)
-        self._next_n: Any = [1.0] * size
-        self._threshold: Any = [0.0] * size  # T of an open replica; a closed one can never exceed it
-        self._speed: Any = [0.0] * size  # T of an open replica, -1 of a closed one
-        self._room_vector: Any = self._room
-        self._gain: Any = None
-        if not self._is_small:
-            for name in ("_base", "_next_n", "_threshold", "_speed", "_room_vector"):
-                setattr(self, name, np.array(getattr(self, name), dtype=np.float64))
-            self._gain = np.empty(size)
+
+class Heaps(NamedTuple):
+    """Movable sequences of each replica, the shortest on top; -1 for none."""
+
+    roots: Integers
+    """By replica."""
+    children: Integers
+    """By sequence."""
+    siblings: Integers
+    """By sequence."""
+
+    @classmethod
+    def of(cls, sequences: Sequences, num_replicas: int) -> Self:
+        """The sequences at home on each of the replicas."""
+        roots = np.full(num_replicas, -1, np.int64)
+        children, siblings = (np.full(len(sequences.homes), -1, np.int64) for _ in range(2))
+        kernels().build_heaps(sequences.lengths, sequences.homes, roots, children, siblings)
+        return cls(roots, children, siblings)
 
     def copy(self) -> Self:
-        """An independent copy, to try decisions on."""
-        twin = type(self).__new__(type(self))
-        twin.model, twin.ids, twin.index = self.model, self.ids, self.index
-        twin._attention, twin._overheads, twin._is_small = self._attention, self._overheads, self._is_small
-        twin._n, twin._tok, twin._tokens_per_s = self._n.copy(), self._tok.copy(), self._tokens_per_s.copy()
-        twin._room, twin._open = self._room.copy(), self._open.copy()
-        twin._base, twin._next_n = self._base.copy(), self._next_n.copy()
-        twin._threshold, twin._speed = self._threshold.copy(), self._speed.copy()
-        twin._room_vector = twin._room if self._is_small else self._room_vector.copy()
-        twin._gain = None if self._is_small else np.empty(len(self.ids))
-        return twin
-
-    def set_open(self, replica: int, is_open: bool) -> None:
-        """A closed replica keeps its load and takes no sequence."""
-        self._open[replica] = is_open
-        self._threshold[replica] = self._tokens_per_s[replica] if is_open else inf
-        self._speed[replica] = self._tokens_per_s[replica] if is_open else -1.0
-
-    def is_open(self, replica: int) -> bool:
-        return self._open[replica]
-
-    def change(self, replica: int, num_sequences: int, tokens: int, need: int) -> None:
-        """Add (or with negative numbers take away) sequences with their tokens and KV need."""
-        n = self._n[replica] = self._n[replica] + num_sequences
-        tok = self._tok[replica] = self._tok[replica] + tokens
-        overheads = self._overheads
-        while n + 1 >= len(overheads):
-            overheads.append(self.model.overhead_s(len(overheads)))
-        attention_s = self._attention * tok
-        tokens_per_s = self._tokens_per_s[replica] = n / (attention_s + overheads[n]) if n else 0.0
-        room = self._room[replica] - need
-        self._room[replica] = room
-        self._base[replica] = attention_s + overheads[n + 1]
-        self._next_n[replica] = n + 1
-        if not self._is_small:
-            self._room_vector[replica] = room
-        if self._open[replica]:
-            self._threshold[replica] = self._speed[replica] = tokens_per_s
-
-    def best(self, length: int, need: int) -> int | None:
-        """The open replica with room for `need` that gains most from a sequence of `length`, if any."""
-        attention_s = self._attention * length
-        if self._is_small:
-            winner, most = None, -inf
-            rows = zip(self._next_n, self._base, self._threshold, self._room, strict=True)
-            for i, (next_n, base, threshold, room) in enumerate(rows):
-                gain = next_n / (base + attention_s) - threshold
-                if gain > most and room >= need:
-                    winner, most = i, gain
-            return winner
-        gains = self._gain
-        np.add(self._base, attention_s, out=gains)
-        np.divide(self._next_n, gains, out=gains)
-        np.subtract(gains, self._threshold, out=gains)
-        winner = int(gains.argmax())
-        if self._room[winner] < need:
-            gains[self._room_vector < need] = -inf
-            winner = int(gains.argmax())
-        return None if gains[winner] == -inf else winner
-
-    def fastest(self) -> int:
-        """The open replica with the highest throughput; the lowest slot of several."""
-        speed = self._speed
-        return speed.index(max(speed)) if self._is_small else int(speed.argmax())
-
-    def slowest(self) -> int:
-        """The open replica whose sequences advance most slowly; the lowest slot of several."""
-        step_s = [
-            n / t if n and o else 0.0 for n, t, o in zip(self._n, self._tokens_per_s, self._open, strict=True)
-        ]
-        return step_s.index(max(step_s))
-
-    def num_sequences(self, replica: int) -> int:
-        return self._n[replica]
-
-    def num_tokens(self, replica: int) -> int:
-        return self._tok[replica]
-
-    def room_tokens(self, replica: int) -> int:
-        """KV tokens not set aside; negative once sequences outgrew what was."""
-        return self._room[replica]
-
-    def tokens_per_s(self, replica: int) -> float:
-        return self._tokens_per_s[replica]
-
-    @property
-    def total_tokens_per_s(self) -> float:
-        """Aggregate throughput of the role, exactly rounded, so that it does not depend on replica order."""
-        return fsum(self._tokens_per_s)
+        return type(self)(self.roots.copy(), self.children.copy(), self.siblings.copy())
 
 
 def dispatch(loads: ReplicaLoads, waiting: Iterable[Movable]) -> list[int]:
@@ -199,96 +93,69 @@ def dispatch(loads: ReplicaLoads, waiting: Iterable[Movable]) -> list[int]:
     `waiting` is consumed lazily: nothing after the sequence that fits nowhere is looked at.
     """
     placed = []
-    for movable in waiting:
-        target = loads.best(movable.length, movable.need)
+    for length, need in waiting:
+        target = loads.place(length, need)
         if target is None:
             break
-        loads.change(target, 1, movable.length, movable.need)
         placed.append(target)
     return placed
 
 
 def moves_worth_making(
-    loads: ReplicaLoads, running: list[list[Movable]], *, from_slowest: bool = False
-) -> list[Move]:
+    loads: ReplicaLoads, sequences: Sequences, heaps: Heaps, *, from_slowest: bool = False
+) -> Integers:
     """The second half of a shift-up: shortest sequences leave the fastest replica while T strictly rises.
 
     With `from_slowest` they leave the replica whose sequences advance most slowly. The fastest need not be
     the overloaded one: many long sequences make a replica slow, and the paper's loop never looks at it.
 
-    `running[i]` are the sequences of replica i that may move, as a heap (an ascending list is one). `loads`
-    and `running` end as if the moves were made. The first move that does not pay is undone, and ends it.
+    Returns rows (sequence, source, target) in order. `loads` and `heaps` end as if the moves were made; the
+    first that does not pay is undone, and ends it.
     """
-    moves: list[Move] = []
-    owned = [False] * len(running)
-    while True:
-        source = loads.slowest() if from_slowest else loads.fastest()
-        if not running[source]:
-            return moves
-        shortest = running[source][0]
-        before = loads.tokens_per_s(source)
-        loads.change(source, -1, -shortest.length, -shortest.need)
-        target = loads.best(shortest.length, shortest.need)
-        if target is None or target == source:
-            loads.change(source, 1, shortest.length, shortest.need)
-            return moves
-        target_before = loads.tokens_per_s(target)
-        loads.change(target, 1, shortest.length, shortest.need)
-        if fsum((loads.tokens_per_s(source), loads.tokens_per_s(target), -before, -target_before)) <= 0:
-            loads.change(target, -1, -shortest.length, -shortest.need)
-            loads.change(source, 1, shortest.length, shortest.need)
-            return moves
-        for replica in (source, target):
-            if not owned[replica]:  # lists may be shared with the caller's other replays
-                running[replica] = running[replica].copy()
-                owned[replica] = True
-        heapq.heappop(running[source])
-        heapq.heappush(running[target], shortest)
-        moves.append(Move(shortest, source, target))
+    return loads.settle(sequences.lengths, sequences.needs, heaps, from_slowest=from_slowest)
 
 
 def shift_up(
-    loads: ReplicaLoads,
-    running: list[list[Movable]],
-    queue: Sequence[Movable],
-    new: Sequence[int],
-    *,
-    migrate: bool = True,
-) -> list[Move]:
+    loads: ReplicaLoads, sequences: Sequences, heaps: Heaps, new: Sequence[int], *, migrate: bool = True
+) -> Integers:
     """Replay a shift-up (Algorithm 4) on `loads`: the queue goes to the `new` replicas, then moves are made.
 
     Replicas `new` must be closed and empty; they are opened. As long as something waits, no replica has
-    room to gain from moves, so there are none.
+    room to gain from moves, so there are none. Returns rows as `moves_worth_making`.
     """
-    open_before = [i for i in range(len(loads.ids)) if loads.is_open(i)]
-    for replica in open_before:
-        loads.set_open(replica, False)
-    for replica in new:
-        loads.set_open(replica, True)
-        running[replica] = []
-    placed = dispatch(loads, queue)
-    for movable, target in zip(queue, placed, strict=False):
-        heapq.heappush(running[target], movable)
-    for replica in open_before:
-        loads.set_open(replica, True)
-    if not migrate or len(placed) < len(queue):
-        return []
-    return moves_worth_making(loads, running)
+    queue = np.flatnonzero(sequences.homes == WAITING)
+    loads.set_open(new, True)
+    targets = loads.place_all(sequences.lengths, sequences.needs, queue, np.sort(np.array(new, np.int64)))
+    if not migrate or len(targets) < len(queue):
+        return np.empty((0, 3), np.int64)
+    kernels().push_all(sequences.lengths, *heaps, queue, targets)
+    return moves_worth_making(loads, sequences, heaps)
 
 
-def shift_down(
-    loads: ReplicaLoads, running: list[list[Movable]], queue: Sequence[Movable], leaving: Sequence[int]
-) -> list[Movable]:
+def shift_down(loads: ReplicaLoads, sequences: Sequences, leaving: Sequence[int]) -> Integers:
     """Replay a shift-down (Algorithm 3) on `loads`: the work of `leaving` joins the queue for the rest.
 
     Returns what is still waiting, in order.
     """
-    waiting = list(queue)
-    for replica in leaving:
-        loads.set_open(replica, False)
-        gone = running[replica]
-        loads.change(replica, -len(gone), -sum(m.length for m in gone), -sum(m.need for m in gone))
-        waiting += gone
-        running[replica] = []
-    waiting.sort(key=lambda movable: movable.rank)
-    return waiting[len(dispatch(loads, waiting)) :]
+    is_leaving = np.zeros(len(loads.ids) + 2, np.bool_)  # the last two entries are ELSEWHERE and WAITING
+    is_leaving[np.array(leaving, np.int64)] = True
+    loads.set_open(leaving, False)
+    lengths, needs, homes = sequences
+    loads.take_off(lengths, needs, homes, np.flatnonzero(is_leaving[homes]))
+    is_leaving[WAITING] = True
+    waiting = np.flatnonzero(is_leaving[homes])
+    return waiting[len(loads.place_all(lengths, needs, waiting, loads.open_replicas())) :]
+
+
+def warm_up() -> None:
+    """Compile everything, or load what was compiled before, so that no decision waits for it."""
+    loads = ReplicaLoads(UNIT, {ReplicaId("warm-0"): 99, ReplicaId("warm-1"): 99})
+    loads.change(0, 1, 1, 1)
+    loads.best(1, 1)
+    loads.place(1, 1)
+    loads.set_open(1, False)
+    numbers = np.arange(4)
+    sequences = Sequences(numbers + 1, numbers + 1, np.array([0, 0, 0, WAITING]))
+    loads.add_all(*sequences)
+    shift_up(loads, sequences, Heaps.of(sequences, 2), [1])
+    shift_down(loads, sequences, [0])

@@ -2,8 +2,18 @@
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from shared.scheduling.config import SchedulerConfig
-from shared.scheduling.migration import Movable, ReplicaLoads, dispatch, moves_worth_making
+from shared.scheduling.migration import (
+    ELSEWHERE,
+    Heaps,
+    Movable,
+    ReplicaLoads,
+    Sequences,
+    dispatch,
+    moves_worth_making,
+)
 from shared.scheduling.sequence import Phase, SequenceState
 
 
@@ -21,22 +31,27 @@ def sequences_to_move(
     """
     loads = loads.copy()
     states = sorted(on_replicas, key=lambda state: (config.priority(state), state.id))
-    running: list[list[Movable]] = [[] for _ in loads.ids]
+    homes: list[int] = []
     landing: list[Movable] = []
-    for rank, state in enumerate(states):
+    for state in states:
         assert state.place.replica is not None
-        movable = Movable(state.length, rank, state.kv_need(config.growth_margin_tokens))
         at = loads.index[state.place.replica]
         if state.place.phase is Phase.RUNNING:
-            running[at].append(movable)
+            homes.append(at)
             continue
+        homes.append(ELSEWHERE)
+        movable = Movable(state.length, state.kv_need(config.growth_margin_tokens))
         loads.change(at, -1, -movable.length, -movable.need)
         if not state.is_cancelled:
             landing.append(movable)
     if len(dispatch(loads, landing)) < len(landing):
         return []
-    for movables in running:
-        movables.sort()
-    moves = moves_worth_making(loads, running, from_slowest=from_slowest)
-    ends_on = {move.movable.rank: move.target for move in moves}
-    return [states[rank] for rank, at in ends_on.items() if loads.ids[at] != states[rank].place.replica]
+    sequences = Sequences(
+        np.array([state.length for state in states], np.int64),
+        np.array([state.kv_need(config.growth_margin_tokens) for state in states], np.int64),
+        np.array(homes, np.int64),
+    )
+    heaps = Heaps.of(sequences, len(loads.ids))
+    moves = moves_worth_making(loads, sequences, heaps, from_slowest=from_slowest).tolist()
+    ends_on = {number: target for number, _, target in moves}
+    return [states[number] for number, at in ends_on.items() if loads.ids[at] != states[number].place.replica]

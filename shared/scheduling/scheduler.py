@@ -356,6 +356,6 @@ class Scheduler:
         """The queue in order; a head leaves it when the next one is asked for, that is, once placed."""
         while self._queue:
             state = self._sequences[self._queue[0][1]]
-            yield Movable(state.length, 0, self._need(state))
+            yield Movable(state.length, self._need(state))
             heapq.heappop(self._queue)
             popped.append(state)

@@ -68,5 +68,5 @@ def test_on_equal_penalty_the_later_candidate_in_traversal_order_stays():
 
 
 def test_nothing_to_take_gives_no_candidate():
-    assert candidates([], 3) == []
+    assert list(candidates([], 3)) == []
     assert [c.num_up for c in candidates([pair(0, 4, 1.0)], 2)] == [1, 2]

@@ -1,14 +1,20 @@
 """Dispatch and migration against a literal transcription of the pseudocode."""
 
+import random
 from math import fsum
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.ids import Role, replica_id
+from shared.scheduling.loads import kernels
 from shared.scheduling.migration import (
-    Movable,
+    WAITING,
+    Heaps,
     ReplicaLoads,
+    Sequences,
     dispatch,
     moves_worth_making,
     shift_down,
@@ -16,151 +22,125 @@ from shared.scheduling.migration import (
     tie_order,
 )
 from shared.scheduling.throughput import H20_7B_TP1, H200_30B_A3B_TP1, UNIT
+from tests.support import reference
 
 MODELS = st.sampled_from([H20_7B_TP1, H200_30B_A3B_TP1, UNIT])
 LENGTHS = st.integers(1, 6_000)
 GROWTH = 100
 
 
-class Oracle:
-    """Replicas as lists of sequences; every quantity recomputed from scratch."""
-
-    def __init__(self, model, capacities):
-        self.model, self.capacities = model, capacities
-        self.on = {i: [] for i in range(len(capacities))}
-
-    def throughput(self, i):
-        return self.model.tokens_per_s(len(self.on[i]), sum(s.length for s in self.on[i]))
-
-    def dispatch(self, queue, replicas):
-        queue.sort(key=lambda s: s.rank)
-        placed = []
-        while queue:
-            s = queue[0]
-            best = None
-            for i in sorted(replicas):
-                if sum(x.need for x in self.on[i]) + s.need > self.capacities[i]:
-                    continue
-                gain = self.model.gain(len(self.on[i]), sum(x.length for x in self.on[i]), s.length)
-                if best is None or gain > best[0]:
-                    best = (gain, i)
-            if best is None:
-                break
-            queue.pop(0)
-            self.on[best[1]].append(s)
-            placed.append(best[1])
-        return placed
-
-    def shift_down(self, queue, leaving):
-        for i in leaving:
-            queue += self.on[i]
-            self.on[i] = []
-        self.dispatch(queue, set(self.on) - set(leaving))
-
-    def shift_up(self, queue, new):
-        self.dispatch(queue, new)
-        moves = []
-        while not queue:
-            before = [self.throughput(i) for i in self.on]
-            source = max(self.on, key=lambda i: (self.throughput(i), -i))
-            if not self.on[source]:
-                break
-            undo = {i: list(on) for i, on in self.on.items()}
-            shortest = min(self.on[source])
-            self.on[source].remove(shortest)
-            target = self.dispatch([shortest], self.on)[0]
-            after = [self.throughput(i) for i in self.on]
-            if fsum([*after, *(-t for t in before)]) <= 0:
-                self.on = undo
-                break
-            moves.append((shortest, source, target))
-        return moves
-
-
 @st.composite
-def clusters(draw):
-    """A role mid-run: its oracle, the same state as loads, the running lists and a queue."""
-    model = draw(MODELS)
-    capacities = draw(st.lists(st.integers(2_000, 40_000), min_size=2, max_size=6))
-    lengths = draw(st.lists(LENGTHS, max_size=25))
+def clusters(draw, most_replicas=6, most_running=25, models=MODELS):
+    """A role mid-run: as the reference sees it, as loads and sequences, and the replicas to start."""
+    model = draw(models)
+    capacities = draw(st.lists(st.integers(2_000, 40_000), min_size=2, max_size=most_replicas))
+    lengths = draw(st.lists(LENGTHS, max_size=most_running))
     waiting = draw(st.lists(LENGTHS, max_size=8))
     homes = draw(st.lists(st.integers(0, len(capacities) - 1), min_size=len(lengths), max_size=len(lengths)))
-    new = draw(st.integers(1, len(capacities) - 1))
-    oracle = Oracle(model, capacities)
+    first_new = len(capacities) - draw(st.integers(1, len(capacities) - 1))
+    return case(model, capacities, lengths, homes, waiting, first_new)
+
+
+def case(model, capacities, lengths, homes, waiting, first_new):
+    role = reference.RoleState(model, capacities, [[] for _ in capacities])
+    role.active = set(range(first_new))
+    for number, (length, home) in enumerate(zip(lengths, homes, strict=True)):
+        s = reference.Seq(length, number, length + GROWTH)
+        at = home % first_new
+        fits = sum(x.need for x in role.on[at]) + s.need <= capacities[at]
+        (role.on[at] if fits else role.queue).append(s)
+    role.queue += [reference.Seq(n, len(lengths) + i, n + GROWTH) for i, n in enumerate(waiting)]
     ids = [replica_id(Role.ROLLOUT, i) for i in range(len(capacities))]
     loads = ReplicaLoads(model, dict(zip(ids, capacities, strict=True)))
-    running = [[] for _ in ids]
-    first_new = len(ids) - new
-    for rank, (length, home) in enumerate(zip(lengths, homes, strict=True)):
-        s = Movable(length, rank, length + GROWTH)
-        at = home % first_new
-        if sum(x.need for x in oracle.on[at]) + s.need > capacities[at]:
-            continue
-        oracle.on[at].append(s)
-        running[at].append(s)
-        loads.change(at, 1, s.length, s.need)
-    for on in running:
-        on.sort()
-    queue = [Movable(n, len(lengths) + i, n + GROWTH) for i, n in enumerate(waiting)]
-    return oracle, loads, running, queue, list(range(first_new, len(ids)))
+    everything = sorted(
+        [(s.number, s, i) for i, on in enumerate(role.on) for s in on]
+        + [(s.number, s, WAITING) for s in role.queue]
+    )
+    sequences = Sequences(
+        np.array([s.length for _, s, _ in everything], np.int64),
+        np.array([s.need for _, s, _ in everything], np.int64),
+        np.array([home for *_, home in everything], np.int64),
+    )
+    loads.add_all(*sequences)
+    new = list(range(first_new, len(ids)))
+    loads.set_open(new, False)
+    return role, loads, sequences, new
 
 
-def same(oracle, loads, running=None):
-    for i in oracle.on:
-        assert loads.num_sequences(i) == len(oracle.on[i])
-        assert loads.num_tokens(i) == sum(s.length for s in oracle.on[i])
-        assert loads.room_tokens(i) == oracle.capacities[i] - sum(s.need for s in oracle.on[i])
-        assert loads.tokens_per_s(i) == oracle.throughput(i)
-        if running is not None:
-            assert sorted(running[i]) == sorted(oracle.on[i])
-    assert loads.total_tokens_per_s == fsum(oracle.throughput(i) for i in oracle.on)
+def same(role, loads):
+    for i, on in enumerate(role.on):
+        assert loads.num_sequences(i) == len(on)
+        assert loads.num_tokens(i) == sum(s.length for s in on)
+        assert loads.room_tokens(i) == role.capacities[i] - sum(s.need for s in on)
+        assert loads.tokens_per_s(i) == role.throughput(i)
+    assert loads.total_tokens_per_s == role.total()
 
 
 @settings(max_examples=150)
 @given(clusters())
 def test_dispatch_decides_as_the_pseudocode(state):
-    oracle, loads, _, queue, _ = state
-    placed = dispatch(loads, queue)
-    left = list(queue)
-    assert placed == oracle.dispatch(left, set(oracle.on))
-    assert left == queue[len(placed) :]
-    same(oracle, loads)
+    role, loads, _, _ = state
+    queue = list(role.queue)
+    placed = dispatch(loads, [(s.length, s.need) for s in queue])
+    assert placed == [at for _, at in reference.dispatch(role, role.active)]
+    assert role.queue == queue[len(placed) :]
+    same(role, loads)
 
 
 @settings(max_examples=150)
 @given(clusters())
 def test_shift_up_decides_as_the_pseudocode(state):
-    oracle, loads, running, queue, new = state
-    for i in new:
-        loads.set_open(i, False)
+    role, loads, sequences, new = state
     before = loads.total_tokens_per_s
-    moves = shift_up(loads, running, queue, new)
-    assert [tuple(move) for move in moves] == oracle.shift_up(list(queue), new)
-    same(oracle, loads, running)
-    assert loads.total_tokens_per_s >= before * (1 - 1e-12) or queue
+    moves = shift_up(loads, sequences, Heaps.of(sequences, len(loads.ids)), new)
+    assert moves.tolist() == [[s.number, source, at] for s, source, at in reference.shift_up(role, new)]
+    same(role, loads)
+    assert loads.total_tokens_per_s >= before * (1 - 1e-12) or role.queue
 
 
 @settings(max_examples=100)
 @given(clusters())
 def test_shift_down_decides_as_the_pseudocode(state):
-    oracle, loads, running, queue, leaving = state
-    # Leave from the busy end.
-    leaving = [i - min(leaving) for i in leaving]
-    waiting = list(queue)
-    oracle.shift_down(waiting, leaving)
-    assert shift_down(loads, running, queue, leaving) == waiting
-    same(oracle, loads)
+    role, loads, sequences, new = state
+    leaving = range(min(len(new), len(role.active)))
+    waiting = shift_down(loads, sequences, list(leaving))
+    reference.shift_down(role, leaving)
+    assert waiting.tolist() == [s.number for s in role.queue]
+    same(role, loads)
+
+
+@pytest.mark.parametrize("model", [H20_7B_TP1, H200_30B_A3B_TP1, UNIT])
+@pytest.mark.parametrize("has_room", [True, False])
+def test_many_replicas_decide_as_few(model, has_room):
+    """Above 64 replicas gains are bounded by blocks; what is decided must not depend on it."""
+    rng = random.Random(f"{model}{has_room}")
+    for _ in range(4):
+        num = rng.randrange(90, 150)
+        capacities = [rng.randrange(10_000, 60_000) * (20 if has_room else 1) for _ in range(num)]
+        lengths = [min(9_000, int(rng.lognormvariate(6.5, 1.0)) + 1) for _ in range(num * 12)]
+        homes = [rng.randrange(num) for _ in lengths]
+        state = case(model, capacities, lengths, homes, lengths[:200], num - rng.randrange(1, 70))
+        role, loads, sequences, new = state
+        shift_up(loads, sequences, Heaps.of(sequences, len(loads.ids)), new)
+        reference.shift_up(role, new)
+        same(role, loads)
+        role, loads, sequences, new = case(model, capacities, lengths, homes, lengths[:50], num - 1)
+        leaving = rng.sample(range(num - 1), 20)
+        shift_down(loads, sequences, leaving)
+        reference.shift_down(role, leaving)
+        same(role, loads)
 
 
 @settings(max_examples=100)
 @given(clusters())
 def test_every_move_raises_throughput_and_none_is_left_undone(state):
-    _, loads, running, _, _ = state
+    _, loads, sequences, _ = state
     total = loads.total_tokens_per_s
     tried = loads.copy()
-    for move in moves_worth_making(loads, running):
-        tried.change(move.source, -1, -move.movable.length, -move.movable.need)
-        tried.change(move.target, 1, move.movable.length, move.movable.need)
+    for s, source, target in moves_worth_making(loads, sequences, Heaps.of(sequences, len(loads.ids))):
+        length, need = int(sequences.lengths[s]), int(sequences.needs[s])
+        tried.change(source, -1, -length, -need)
+        tried.change(target, 1, length, need)
         assert tried.total_tokens_per_s >= total
         total = tried.total_tokens_per_s
     assert loads.total_tokens_per_s == total
@@ -169,12 +149,19 @@ def test_every_move_raises_throughput_and_none_is_left_undone(state):
 
 @given(clusters())
 def test_a_copy_is_independent(state):
-    oracle, loads, running, queue, new = state
-    twin, lists = loads.copy(), running.copy()
-    for i in new:
-        twin.set_open(i, False)
-    shift_up(twin, lists, queue, new)
-    same(oracle, loads, running)
+    role, loads, sequences, new = state
+    heaps = Heaps.of(sequences, len(loads.ids))
+    first, second = loads.copy(), loads.copy()
+    moves = shift_up(first, sequences, heaps.copy(), new)
+    same(role, loads)
+    assert shift_up(second, sequences, heaps.copy(), new).tolist() == moves.tolist()
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=2), st.floats(-1e-9, 1e-9), st.booleans())
+def test_sums_are_compared_exactly(parts, change, swaps):
+    a, b = parts
+    four = (a, b, -a, -b + change) if swaps else (a + change, -b, -a, b)
+    assert kernels().is_sum_positive(*four) == (fsum(four) > 0)
 
 
 def test_replicas_tie_by_slot_number():

@@ -1,0 +1,185 @@
+"""n, tokens, KV room and throughput of every replica of a role, as one matrix for the compiled loops."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from math import fsum, inf
+from types import ModuleType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.ids import ReplicaId
+from shared.scheduling.rows import BASE, NUM_ROWS, OPEN_T, ROOM, THRESHOLD, TOK, N, T
+from shared.scheduling.throughput import ThroughputModel
+
+Integers = npt.NDArray[np.int64]
+_SHORTEST_TABLE = 1024
+
+
+@cache
+def kernels() -> ModuleType:
+    """The compiled loops; imported when first needed, because that takes a third of a second."""
+    from shared.scheduling import kernels as module
+
+    return module
+
+
+@cache
+def _placement() -> ModuleType:
+    from shared.scheduling import placement as module
+
+    return module
+
+
+@lru_cache(maxsize=32)
+def _overheads(model: ThroughputModel, length: int) -> npt.NDArray[np.float64]:
+    """Overhead of a step of 0, 1, … sequences. Not with vectors: those round powers differently."""
+    return np.array([model.overhead_s(n) for n in range(length)])
+
+
+@lru_cache(maxsize=1 << 16)
+def tie_order(replica: ReplicaId) -> tuple[str, int, str]:
+    """Sort key of replicas: `rollout-2` before `rollout-10`."""
+    role, _, slot = replica.rpartition("-")
+    return (role, int(slot), "") if slot.isdecimal() else (replica, -1, replica)
+
+
+class ReplicaLoads:
+    """Replicas are indexes in `ids`. A new one is empty and open."""
+
+    __slots__ = ("_attention", "_kernels", "_matrix", "_overheads", "ids", "index", "model")
+
+    def __init__(self, model: ThroughputModel, kv_capacity_tokens: Mapping[ReplicaId, int]) -> None:
+        self.model = model
+        self.ids = tuple(sorted(kv_capacity_tokens, key=tie_order))
+        self.index = {replica: i for i, replica in enumerate(self.ids)}
+        self._kernels = kernels()
+        self._attention = float(model.attention_s_per_token)
+        self._overheads = _overheads(model, _SHORTEST_TABLE)
+        self._matrix = np.zeros((NUM_ROWS, len(self.ids)))
+        self._matrix[ROOM] = [kv_capacity_tokens[replica] for replica in self.ids]
+        self._matrix[BASE] = self._overheads[1]
+
+    def copy(self) -> Self:
+        """An independent copy, to try decisions on."""
+        return self._with(self._matrix.copy())
+
+    def _with(self, matrix: npt.NDArray[np.float64]) -> Self:
+        twin = type(self).__new__(type(self))
+        twin.model, twin.ids, twin.index = self.model, self.ids, self.index
+        twin._kernels, twin._attention, twin._overheads = self._kernels, self._attention, self._overheads
+        twin._matrix = matrix
+        return twin
+
+    # Which replicas take sequences
+
+    def set_open(self, replicas: int | Sequence[int] | Integers, is_open: bool) -> None:
+        """A closed replica keeps its load and takes no sequence."""
+        matrix = self._matrix
+        matrix[THRESHOLD, replicas] = matrix[T, replicas] if is_open else inf
+        matrix[OPEN_T, replicas] = matrix[T, replicas] if is_open else -1.0
+
+    def is_open(self, replica: int) -> bool:
+        return bool(self._matrix[OPEN_T, replica] >= 0)
+
+    def open_replicas(self) -> Integers:
+        """Indexes of the open ones, ascending."""
+        return np.flatnonzero(self._matrix[OPEN_T] >= 0)
+
+    # One sequence, or some of one replica
+
+    def change(self, replica: int, num_sequences: int, tokens: int, need: int) -> None:
+        """Add (or with negative numbers take away) sequences with their tokens and KV need."""
+        if num_sequences > 0:
+            self._reserve(int(self._matrix[N, replica]) + num_sequences)
+        self._kernels.change(
+            self._matrix, self._overheads, self._attention, replica, num_sequences, tokens, need
+        )
+
+    def best(self, length: int, need: int) -> int | None:
+        """The open replica with room for `need` that gains most from a sequence of `length`, if any."""
+        found: int = self._kernels.best(self._matrix, self._attention * length, need)
+        return None if found < 0 else found
+
+    def place(self, length: int, need: int) -> int | None:
+        """Put a sequence on the `best` replica."""
+        found: int = self._kernels.place(self._matrix, self._overheads, self._attention, length, need)
+        if found < 0:
+            return None
+        self._reserve(int(self._matrix[N, found]))
+        return found
+
+    def _reserve(self, num_sequences: int) -> None:
+        """Make ready for a replica of `num_sequences`, and for one more on it."""
+        length = len(self._overheads)
+        if num_sequences + 2 >= length:
+            while num_sequences + 2 >= length:
+                length *= 2
+            self._overheads = _overheads(self.model, length)
+
+    # Many sequences, by number: `lengths` and `needs` are vectors over all of them
+
+    def add_all(self, lengths: Integers, needs: Integers, homes: Integers) -> None:
+        """Add every sequence to its home; a negative home is none."""
+        most = int(np.bincount(homes[homes >= 0]).max(initial=0))
+        self._reserve(int(self._matrix[N].max(initial=0)) + most)
+        self._kernels.add_all(self._matrix, self._overheads, self._attention, lengths, needs, homes)
+
+    def take_off(self, lengths: Integers, needs: Integers, homes: Integers, gone: Integers) -> None:
+        """Take the sequences `gone` off their homes."""
+        self._kernels.take_off(self._matrix, self._overheads, self._attention, lengths, needs, homes, gone)
+
+    def place_all(self, lengths: Integers, needs: Integers, waiting: Integers, among: Integers) -> Integers:
+        """Place `waiting` in order on replicas `among` (ascending) until one fits nowhere: chosen ones."""
+        targets = np.empty(len(waiting), np.int64)
+        columns = np.ascontiguousarray(self._matrix[:, among])
+        self._reserve(int(columns[N].max(initial=0)) + len(waiting))
+        num = _placement().place_all(
+            columns, self._overheads, self._attention, lengths, needs, waiting, targets
+        )
+        self._matrix[:, among] = columns
+        return among[targets[:num]]
+
+    def settle(self, lengths: Integers, needs: Integers, heaps: Any, *, from_slowest: bool) -> Integers:
+        """Make the moves that pay among open replicas: rows (sequence, source, target)."""
+        among = self.open_replicas()
+        columns = np.ascontiguousarray(self._matrix[:, among])
+        roots, children, siblings = heaps
+        roots_among = roots[among]
+        self._reserve(int(columns[N].max(initial=0)) + len(lengths))
+        made: Integers = self._kernels.moves(
+            columns,
+            self._overheads,
+            self._attention,
+            lengths,
+            needs,
+            roots_among,
+            children,
+            siblings,
+            from_slowest,
+        )
+        self._matrix[:, among] = columns
+        roots[among] = roots_among
+        made[:, 1:] = among[made[:, 1:]]
+        return made
+
+    # What is there
+
+    def num_sequences(self, replica: int) -> int:
+        return int(self._matrix[N, replica])
+
+    def num_tokens(self, replica: int) -> int:
+        return int(self._matrix[TOK, replica])
+
+    def room_tokens(self, replica: int) -> int:
+        """KV tokens not set aside; negative once sequences outgrew what was."""
+        return int(self._matrix[ROOM, replica])
+
+    def tokens_per_s(self, replica: int) -> float:
+        return float(self._matrix[T, replica])
+
+    @property
+    def total_tokens_per_s(self) -> float:
+        """Aggregate throughput of the role, exactly rounded, so that it does not depend on replica order."""
+        return fsum(self._matrix[T].tolist())
