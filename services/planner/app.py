@@ -17,6 +17,7 @@ from shared.planning.policies import Split, initial_allocation, make_policy
 from shared.runtime.config import RunConfig
 from shared.runtime.throughput import throughput_model
 from shared.runtime.topology import cluster_of
+from shared.scheduling.migration import warm_up
 
 START_DEADLINE_S = 600.0
 
@@ -68,7 +69,8 @@ async def _start(
     planner_config: PlannerConfig,
 ) -> None:
     """Waits until every replica and rank is there, brings the first allocation up, then decides on each
-    workload."""
+    workload. No decision waits for the compiler: its part is done before."""
+    await asyncio.to_thread(warm_up)
     try:
         workload = await asyncio.wait_for(first, START_DEADLINE_S)
     except TimeoutError:

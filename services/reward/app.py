@@ -15,11 +15,13 @@ from shared.runtime.models import model_folder
 from shared.runtime.throughput import throughput_model
 from shared.runtime.tokenizer import ChatTokenizer
 from shared.runtime.topology import cluster_of
+from shared.scheduling.migration import warm_up
 from shared.scheduling.scheduler import Scheduler, SchedulerConfig
 
 
 async def main(ctx: ServiceContext) -> None:
     config = ctx.config
+    await asyncio.to_thread(warm_up)
     tokenizer = await asyncio.to_thread(ChatTokenizer, model_folder(config.models.genrm, ctx.folder))
     service = RewardService(
         config,

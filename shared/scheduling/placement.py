@@ -18,7 +18,7 @@ from shared.scheduling.rows import BASE, ROOM, N, T
 _BLOCK = 16
 """Replicas bounded together."""
 _POINTS = 16
-"""Lengths of the grid."""
+"""Lengths of the grid: as many sequences lie between any two neighbours."""
 _MARGIN = 1e-12
 """Of the highest throughput: some thousand times what rounding can do to a gain."""
 _FEW = 64
@@ -26,22 +26,26 @@ _FEW = 64
 
 
 @kernel
-def _refresh(loads: Any, i: int, low_s: float, width_s: float, gains: Any, tops: Any) -> float:
+def _gains_of(loads: Any, i: int, grid_s: Any, gains: Any) -> float:
     """Bring the grid up to date with replica `i`; returns its scale, for the margin."""
     n, base, tokens_per_s = loads[N, i] + 1.0, loads[BASE, i], loads[T, i]
     for k in range(_POINTS):
-        gains[i, k] = n / (base + (low_s + k * width_s)) - tokens_per_s
-    block = i // _BLOCK
-    start = block * _BLOCK
-    end = min(start + _BLOCK, loads.shape[1])
-    row = gains[start].copy()
-    for j in range(start + 1, end):
-        for k in range(_POINTS):
-            row[k] = max(row[k], gains[j, k])
-    for k in range(_POINTS):
-        tops[k, block] = row[k]
+        gains[i, k] = n / (base + grid_s[k]) - tokens_per_s
     scale: float = max(n / base, tokens_per_s)
     return scale
+
+
+@kernel
+def _top_of(block: int, gains: Any, row: Any, tops: Any) -> None:
+    """The largest gains of a block; `row` is room to work in."""
+    start = block * _BLOCK
+    for k in range(_POINTS):
+        row[k] = gains[start, k]
+    for j in range(start + 1, min(start + _BLOCK, len(gains))):
+        for k in range(_POINTS):
+            row[k] = gains[j, k] if gains[j, k] > row[k] else row[k]
+    for k in range(_POINTS):
+        tops[k, block] = row[k]
 
 
 @kernel
@@ -50,23 +54,28 @@ def _place_bounded(
 ) -> int:
     size = loads.shape[1]
     num_blocks = (size + _BLOCK - 1) // _BLOCK
-    shortest, longest = lengths[waiting].min(), lengths[waiting].max()
-    low_s = attention * shortest
-    width_s = attention * (longest - shortest) / (_POINTS - 1)
-    gains = np.full((size, _POINTS), -np.inf)
+    ascending = np.sort(lengths[waiting])
+    grid_s = np.empty(_POINTS)
+    for k in range(_POINTS):
+        grid_s[k] = attention * ascending[(len(ascending) - 1) * k // (_POINTS - 1)]
+    gains, row = np.empty((size, _POINTS)), np.empty(_POINTS)
     tops = np.empty((_POINTS, num_blocks))
     bounds = np.empty(num_blocks)
     scale = 0.0
     for i in range(size):
-        scale = max(scale, _refresh(loads, i, low_s, width_s, gains, tops))
+        scale = max(scale, _gains_of(loads, i, grid_s, gains))
+    for block in range(num_blocks):
+        _top_of(block, gains, row, tops)
     n, base, tokens_per_s, room = loads[N], loads[BASE], loads[T], loads[ROOM]
     for k in range(len(waiting)):
         s = waiting[k]
         need = needs[s]
         extra_s = attention * lengths[s]
-        position = (extra_s - low_s) / width_s if width_s > 0 else 0.0
-        cell = min(int(position), _POINTS - 2)
-        share = position - cell
+        cell = 0
+        while cell < _POINTS - 2 and grid_s[cell + 1] < extra_s:
+            cell += 1
+        width_s = grid_s[cell + 1] - grid_s[cell]
+        share = (extra_s - grid_s[cell]) / width_s if width_s > 0 else 0.0
         left, right = tops[cell], tops[cell + 1]
         for b in range(num_blocks):
             bounds[b] = left[b] + share * (right[b] - left[b])
@@ -88,7 +97,8 @@ def _place_bounded(
         if first < 0:
             return k
         change(loads, overheads, attention, first, 1, lengths[s], need)
-        scale = max(scale, _refresh(loads, first, low_s, width_s, gains, tops))
+        scale = max(scale, _gains_of(loads, first, grid_s, gains))
+        _top_of(first // _BLOCK, gains, row, tops)
         targets[k] = first
     return len(waiting)
 
