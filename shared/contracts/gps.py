@@ -26,6 +26,15 @@ class PoolTensor(Message):
     offset_bytes: int
 
 
+class SlicedTensors(Message):
+    """Tensors of one shape that are stored slice after slice, each row-major: their boxes, in storage
+    order."""
+
+    tensors: tuple[str, ...]
+    starts: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
 class PoolView(Message):
     """A mapped region of the host pool that holds one version of one model. `path` is a shared-memory
     file."""
@@ -33,6 +42,8 @@ class PoolView(Message):
     path: str
     nbytes: int
     tensors: tuple[PoolTensor, ...]
+    sliced: tuple[SlicedTensors, ...] = ()
+    """Tensors that do not appear here are stored row-major."""
 
 
 class TensorBox(Message):

@@ -16,10 +16,21 @@ def box_spans(shape: tuple[int, ...], box: Box, itemsize: int, base_bytes: int =
     Whole inner dimensions are one span. A (2, 3) box at (1, 1) of a (4, 5) tensor of 2 bytes: (12, 6), (22,
     6).
     """
-    run, outer = itemsize, len(shape)
+    return _spans(shape, box, itemsize, base_bytes, _num_outer(shape, box))
+
+
+def _num_outer(shape: tuple[int, ...], box: Box) -> int:
+    """How many outer dimensions have to be walked; the rest of `box` is one run."""
+    outer = len(shape)
     while outer and (outer == len(shape) or box.shape[outer] == shape[outer]):
         outer -= 1
-        run *= box.shape[outer]
+    return outer
+
+
+def _spans(shape: tuple[int, ...], box: Box, itemsize: int, base_bytes: int, outer: int) -> Spans:
+    run = itemsize
+    for size in box.shape[outer:]:
+        run *= size
     strides = [itemsize] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
@@ -29,6 +40,20 @@ def box_spans(shape: tuple[int, ...], box: Box, itemsize: int, base_bytes: int =
         steps = np.arange(box.shape[dim], dtype=np.int64) * strides[dim]
         offsets = (offsets[:, None] + steps[None, :]).reshape(-1)
     return np.stack([offsets, np.full_like(offsets, run)], axis=1)
+
+
+Place = tuple[tuple[int, ...], Box]
+"""Shape of a row-major array, and a box of it."""
+
+
+def pair_spans(left: Place, right: Place, itemsize: int, bases_bytes: tuple[int, int]) -> tuple[Spans, Spans]:
+    """Spans of two boxes of one shape in two arrays, cut alike: row i of both are the ends of one copy."""
+    assert left[1].shape == right[1].shape, "ends of a copy differ"
+    outer = max(_num_outer(*left), _num_outer(*right))
+    return (
+        _spans(*left, itemsize, bases_bytes[0], outer),
+        _spans(*right, itemsize, bases_bytes[1], outer),
+    )
 
 
 def merge_spans(left: Spans, right: Spans) -> tuple[Spans, Spans]:

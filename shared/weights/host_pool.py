@@ -4,34 +4,30 @@ A region is a file `pivotrl-<run>-n<node>-<model>-<buffer>` in /dev/shm. Its own
 file that can be locked is a leftover of a dead run. Whether it fits is checked *before* it is made: a full
 /dev/shm kills with SIGBUS, not with an error.
 
-Readers and writers map a region by its `PoolView` and get arrays without a copy. A mapping stays valid after
-the file is removed, until the last array of it is gone.
+Readers and writers map a region by its `PoolView`: `shared.weights.mapped_pool`.
 """
 
-import contextlib
 import fcntl
-import mmap
 import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shared.contracts.gps import PoolTensor, PoolView
-from shared.errors import ConfigError, InvalidRequest, NotFound
-from shared.weights.dtypes import itemsize_of, numpy_dtype
+from shared.contracts.gps import PoolTensor
+from shared.errors import ConfigError
+from shared.weights.mapped_pool import PREFIX, Bytes, map_pages
+from shared.weights.mapped_pool import SHM_FOLDER as SHM_FOLDER
+from shared.weights.mapped_pool import MappedPool as MappedPool
+from shared.weights.mapped_pool import map_view as map_view
+from shared.weights.mapped_pool import tensor_nbytes as tensor_nbytes
 
-PREFIX = "pivotrl-"
-SHM_FOLDER = Path("/dev/shm")
 ALIGNMENT_BYTES = 256
 """Every tensor begins at a multiple of this: a whole number of cache lines and of GPU sectors."""
 
 _PART = re.compile(r"[A-Za-z0-9_.]+(-[A-Za-z0-9_.]+)*")
-Bytes = NDArray[np.uint8]
 
 
 @dataclass(slots=True)
@@ -42,12 +38,6 @@ class PoolRegion:
     nbytes: int
     memory: Bytes
     lock_fd: int
-
-
-def _map(fd: int, nbytes: int, *, writable: bool) -> Bytes:
-    """Map all pages at once: a first copy through single page faults runs at a fifth of the speed."""
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    return np.frombuffer(mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection), np.uint8)
 
 
 class HostPool:
@@ -109,7 +99,7 @@ class HostPool:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(fd, 0, max(nbytes, 1))
-            memory = _map(fd, max(nbytes, 1), writable=True)[:nbytes]
+            memory = map_pages(fd, max(nbytes, 1), writable=True)[:nbytes]
         except OSError as error:
             path.unlink(missing_ok=True)
             os.close(fd)
@@ -140,7 +130,7 @@ class HostPool:
         except OSError:  # its owner lives
             os.close(fd)
             return None
-        memory = _map(fd, max(nbytes, 1), writable=True)[:nbytes]
+        memory = map_pages(fd, max(nbytes, 1), writable=True)[:nbytes]
         region = PoolRegion(path, nbytes, memory, fd)
         self._regions[path.name] = region
         return region
@@ -196,92 +186,6 @@ def _is_dead(path: Path) -> bool:
     finally:
         os.close(fd)
     return True
-
-
-class MappedPool:
-    """A mapped `PoolView`: arrays and tensors of it, none copied."""
-
-    def __init__(self, view: PoolView, memory: Bytes, *, writable: bool) -> None:
-        self.view, self.memory, self.writable = view, memory, writable
-        self._tensors = {tensor.name: tensor for tensor in view.tensors}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._tensors)
-
-    @property
-    def address(self) -> int:
-        """Where the mapping begins, for pinning it in a GPU process."""
-        return int(self.memory.ctypes.data)
-
-    def tensor(self, name: str) -> PoolTensor:
-        """The entry of tensor `name`. Raises NotFound."""
-        if name not in self._tensors:
-            raise NotFound(f"no tensor {name} in {self.view.path}", tensor=name)
-        return self._tensors[name]
-
-    def raw(self, name: str) -> Bytes:
-        """Bytes of tensor `name`, shape (nbytes,)."""
-        tensor = self.tensor(name)
-        return self.memory[tensor.offset_bytes : tensor.offset_bytes + tensor_nbytes(tensor)]
-
-    def array(self, name: str) -> NDArray[Any]:
-        """Tensor `name` in its shape. What numpy has no type for (bfloat16) comes as unsigned integers."""
-        tensor = self.tensor(name)
-        return self.raw(name).view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
-
-    def torch(self, name: str) -> Any:
-        """Tensor `name` as a CPU torch tensor over the same memory. Writing to a reader's tensor faults."""
-        import warnings
-
-        import torch
-
-        tensor = self.tensor(name)
-        dtype = getattr(torch, tensor.dtype)
-        if tensor_nbytes(tensor) == 0:
-            return torch.empty(tensor.shape, dtype=dtype)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            flat = torch.frombuffer(self.raw(name).data, dtype=torch.uint8)
-        return flat.view(dtype).reshape(tensor.shape)
-
-    def close(self) -> None:
-        """Drop this object's hold; the pages go with the last array made of it."""
-        self.memory = np.empty(0, np.uint8)
-
-
-def tensor_nbytes(tensor: PoolTensor) -> int:
-    """Bytes of a pool tensor."""
-    return int(np.prod(tensor.shape, dtype=np.int64)) * itemsize_of(tensor.dtype)
-
-
-def map_view(view: PoolView, *, writable: bool = False, folder: Path = SHM_FOLDER) -> MappedPool:
-    """Map a region of the pool; `writable` for a writer of the spare buffer only.
-
-    Raises:
-        InvalidRequest: the path is not a pool file directly in `folder`, or a tensor lies outside the region.
-        NotFound: the region is gone (its owner stopped, or replaced a torn Write).
-    """
-    path = Path(view.path)
-    if path.parent != folder or not path.name.startswith(PREFIX):
-        raise InvalidRequest("view.path", f"{view.path!r} is not a pool file in {folder}")
-    for tensor in view.tensors:
-        if tensor.offset_bytes < 0 or tensor.offset_bytes + tensor_nbytes(tensor) > view.nbytes:
-            raise InvalidRequest(
-                "view.tensors", f"{tensor.name} lies outside the region of {view.nbytes} bytes"
-            )
-    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        fd = os.open(path, flags)
-    except FileNotFoundError as error:
-        raise NotFound(f"pool region {view.path} is gone", path=view.path) from error
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, fd)
-        size = os.fstat(fd).st_size
-        if size < view.nbytes:
-            raise InvalidRequest("view.nbytes", f"{view.path} has {size} bytes, not {view.nbytes}")
-        memory = _map(fd, max(view.nbytes, 1), writable=writable)[: view.nbytes]
-    return MappedPool(view, memory, writable=writable)
 
 
 def lay_out(specs: list[tuple[str, str, tuple[int, ...]]]) -> tuple[tuple[PoolTensor, ...], int]:

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.contracts.gps import PoolTensor, TensorBox
 from shared.errors import LayoutError, PivotError
-from shared.weights.strided import Intervals, StridedView, box_of, merged, overlap, staged
+from shared.weights.sliced_tensor import SlicedTensor
+from shared.weights.strided import Intervals, StridedView, box_of, copy_into, merged, overlap, staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class LoaderMap:
 
     def apply(
         self,
-        sources: Mapping[str, torch.Tensor],
+        sources: Mapping[str, torch.Tensor | SlicedTensor],
         parameters: Mapping[str, torch.Tensor],
         only: Collection[str] | None = None,
         stage: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -144,11 +145,13 @@ class LoaderMap:
                     target.fill_(operation.value)
                     continue
                 source = sources[operation.source]
-                if stage is None or operation.source_view.is_contiguous:
-                    target.copy_(operation.source_view.on(source), non_blocking=target.is_cuda)
+                read_bytes += operation.source_view.numel * source.element_size()
+                if isinstance(source, SlicedTensor):
+                    source.copy_view(operation.source_view, target, stage)
+                elif stage is None or operation.source_view.is_contiguous:
+                    copy_into(target, operation.source_view.on(source))
                 else:
                     target.copy_(staged(operation.source_view, source, stage))
-                read_bytes += operation.source_view.numel * source.element_size()
         return read_bytes
 
     def boxes(self) -> tuple[TensorBox, ...]:

@@ -305,9 +305,9 @@ def loader_map_differences(folders: list[str], pool_folder: str) -> dict[str, li
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
 
-    from shared.inference.engines.mapped_pool import MappedPool
     from shared.inference.engines.vllm_worker import build_model
     from shared.weights.loader_map import LoaderMap
+    from shared.weights.mapped_pool import map_view
 
     differences: dict[str, list[str]] = {}
     is_ready = False
@@ -321,8 +321,7 @@ def loader_map_differences(folders: list[str], pool_folder: str) -> dict[str, li
                 is_ready = True
             group = parallel_state.get_tp_group()
             view = write_pool(Path(folder), Path(pool_folder) / "map.pool")
-            wire = [(t.name, t.dtype, t.shape, t.offset_bytes) for t in view.tensors]
-            pool = MappedPool(view.path, view.nbytes, pin=False)
+            pool = map_view(view, folder=None)
             for rank, size in ((0, 1), (0, 2), (1, 2)):
                 group.rank_in_group, group.world_size = rank, size
                 loaded = build_model(config, "cpu")
@@ -332,14 +331,14 @@ def loader_map_differences(folders: list[str], pool_folder: str) -> dict[str, li
                 parameters = dict(read.named_parameters(remove_duplicate=False))
                 for parameter in parameters.values():
                     parameter.data.fill_(float("nan"))
-                nbytes = recorded.apply(pool.tensors(wire), parameters, stage=lambda host: host.clone())
+                nbytes = recorded.apply(pool.tensors, parameters, stage=lambda host: host.clone())
                 case = f"{Path(folder).name} rank {rank} of {size}"
                 differences[case] = [
                     name
                     for name, parameter in loaded.named_parameters(remove_duplicate=False)
                     if not torch.equal(parameter, parameters[name])
                 ]
-                whole = sum(t.numel() * t.element_size() for t in pool.tensors(wire).values())
+                whole = sum(t.numel() * t.element_size() for t in pool.tensors.values())
                 if (nbytes == whole) != (size == 1):
                     differences[case].append(f"read {nbytes} of {whole} bytes")
     return differences

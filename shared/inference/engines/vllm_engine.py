@@ -260,7 +260,7 @@ class VllmEngine:
 
     def load_snapshot(self) -> LoadSnapshot:
         if self.config.device == "cpu":
-            from shared.inference.engines.mapped_pool import resident_bytes
+            from shared.inference.engines.process_memory import resident_bytes
 
             self._resident_bytes = resident_bytes()
         return LoadSnapshot(

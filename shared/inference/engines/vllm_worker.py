@@ -12,15 +12,19 @@ the original, so a Read goes module by module: an unpacked fused parameter, the 
 import copy
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shared.contracts.gps import PoolTensor, TensorBox
+from shared.contracts.gps import PoolTensor, PoolView, TensorBox
 from shared.errors import LayoutError
-from shared.inference.engines.mapped_pool import MappedPool, WireTensor, resident_bytes, trim_heap
+from shared.inference.engines.process_memory import resident_bytes, trim_heap
 from shared.weights.loader_map import LoaderMap
+from shared.weights.pool_reader import PoolReader
+
+WireTensor = tuple[str, str, tuple[int, ...], int]
+"""A `PoolTensor` as plain values: name, dtype, shape, offset in bytes."""
 
 
 class _Weights:
@@ -31,14 +35,23 @@ class _Weights:
         self.vllm_config = vllm_config
         self.is_cpu = vllm_config.device_config.device_type == "cpu"
         self.map: LoaderMap | None = None
-        self.pools: dict[str, MappedPool] = {}
+        self.pools = PoolReader(folder=None, is_pinning=not self.is_cpu)
+        self._wire: Sequence[WireTensor] = ()
+        self._tensors: tuple[PoolTensor, ...] = ()
+
+    def tensors(self, wire: Sequence[WireTensor]) -> tuple[PoolTensor, ...]:
+        """`wire` as messages; those of the last call are kept, since a checkpoint rarely changes."""
+        if wire != self._wire:
+            self._tensors = tuple(
+                PoolTensor(name=name, dtype=dtype, shape=tuple(shape), offset_bytes=offset)
+                for name, dtype, shape, offset in wire
+            )
+            self._wire = wire
+        return self._tensors
 
     def ensure_map(self, wire: Sequence[WireTensor]) -> LoaderMap:
         """The loader map for this checkpoint, recorded at first use."""
-        sources = tuple(
-            PoolTensor(name=name, dtype=dtype, shape=tuple(shape), offset_bytes=offset)
-            for name, dtype, shape, offset in wire
-        )
+        sources = self.tensors(wire)
         if self.map is None or not self.map.fits(sources):
             recorded = LoaderMap.record(build_model(self.vllm_config, "meta"), sources)
             self._check_live(recorded)
@@ -71,34 +84,18 @@ class _Weights:
 
     def read(self, path: str, nbytes: int, wire: Sequence[WireTensor]) -> int:
         loader_map = self.ensure_map(wire)
-        if not self.is_cpu:
-            return self._read_to_device(loader_map, path, nbytes, wire)
-        pool = MappedPool(path, nbytes, pin=False)
-        sources = pool.tensors(wire)
-        try:
-            return self._read_and_repack(loader_map, sources)
-        finally:
-            sources.clear()
-            pool.close()
-
-    def _read_to_device(
-        self, loader_map: LoaderMap, path: str, nbytes: int, wire: Sequence[WireTensor]
-    ) -> int:
-        pool = self.pools.get(path)
-        if pool is None or pool.identity != MappedPool.identify(path, nbytes):
-            if pool is not None:
-                del self.pools[path]
-                pool.close()
-            pool = self.pools[path] = MappedPool(path, nbytes, pin=True)
+        pool = self.pools.map(PoolView(path=path, nbytes=nbytes, tensors=self.tensors(wire)))
+        if self.is_cpu:
+            return self._read_and_repack(loader_map, pool.tensors)
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         device = next(iter(parameters.values())).device
         copied = loader_map.apply(
-            pool.tensors(wire), parameters, stage=lambda host: host.to(device, non_blocking=True)
+            pool.tensors, parameters, stage=lambda host: host.to(device, non_blocking=True)
         )
         torch.cuda.synchronize(device)
         return copied
 
-    def _read_and_repack(self, loader_map: LoaderMap, sources: dict[str, torch.Tensor]) -> int:
+    def _read_and_repack(self, loader_map: LoaderMap, sources: Mapping[str, torch.Tensor]) -> int:
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
         self.restore_storage()

@@ -1,10 +1,5 @@
 """Tensor names and shapes of large checkpoints, without their values: what layouts are planned for."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from shared.layout.tensor_layout import TensorSpec
 
 
@@ -74,3 +69,10 @@ def moe_122b(layers: int = 48, experts: int = 256) -> list[TensorSpec]:
         for expert in range(experts):
             found += _mlp(f"{at}.mlp.experts.{expert}", hidden, ffn)
     return found
+
+
+def dense_of_size(nbytes: int) -> list[TensorSpec]:
+    """A dense model of about `nbytes` (of at least one layer): hidden 2560, as many layers as fit."""
+    ends, layer = 2 * 2 * 64000 * 2560, 2 * (2 * 2560 * 2560 + 2 * 512 * 2560 + 3 * 9728 * 2560)
+    layers = max(1, round((nbytes - ends) / layer))
+    return dense(layers=layers, hidden=2560, ffn=9728, heads=20, kv_heads=4, vocabulary=64000)

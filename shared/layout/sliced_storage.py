@@ -1,0 +1,163 @@
+"""How GPS stores a tensor whose layouts are known: one atomic slice, one contiguous range (paper §5.1).
+
+Row-major storage scatters what a row-parallel rank reads of a weight (a range of *columns*) over all rows.
+So the slices into which the registered layouts cut a tensor are stored one after another, each row-major
+inside. They are ordered by their start, the last dimension first: then all slices of one range of columns are
+neighbours, in row order, and a rank that reads them reads one range.
+
+A 4×6 weight, Read by columns on 2 ranks and written by rows by 2 others; numbers are places in storage::
+
+     0  1  2 | 12 13 14      slices in order:  rows 0-1 × columns 0-2   places  0-5
+     3  4  5 | 15 16 17                        rows 2-3 × columns 0-2   places  6-11
+    ---------+---------                        rows 0-1 × columns 3-5   places 12-17
+     6  7  8 | 18 19 20                        rows 2-3 × columns 3-5   places 18-23
+     9 10 11 | 21 22 23
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.layout.regions import disjoint_cells, region_boxes
+from shared.layout.spans import Spans, merge_spans, pair_spans
+from shared.layout.tensor_layout import Box, FlatRange, Layout, Region
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """The part of slice `stored` (which begins at element `offset` of the tensor's storage) inside a box."""
+
+    offset: int
+    stored: Box
+    common: Box
+
+    @property
+    def inside(self) -> Box:
+        """`common` as seen from the slice's own start."""
+        return _relative(self.common, self.stored)
+
+    def inside_of(self, box: Box) -> Box:
+        """`common` as seen from the start of `box`."""
+        return _relative(self.common, box)
+
+
+@dataclass(frozen=True, eq=False)
+class SlicedStorage:
+    """The slices of a tensor of `shape` in storage order. Together they are every element once."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    def __post_init__(self) -> None:
+        if sum(box.numel for box in self.boxes) != Box((0,) * len(self.shape), self.shape).numel:
+            raise ValueError(f"slices of a tensor of shape {self.shape} have not all of its elements")
+
+    @cached_property
+    def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        starts = np.array([box.start for box in self.boxes], np.int64).reshape(len(self.boxes), -1)
+        stops = np.array([box.stop for box in self.boxes], np.int64).reshape(len(self.boxes), -1)
+        return starts, stops, np.cumsum([0, *(box.numel for box in self.boxes)], dtype=np.int64)
+
+    @cached_property
+    def _known(self) -> dict[Box, tuple[StoredPiece, ...]]:
+        return {}
+
+    def pieces_of(self, box: Box) -> tuple[StoredPiece, ...]:
+        """What of each slice lies in `box`, in storage order."""
+        if box not in self._known:
+            starts, stops, offsets = self._bounds
+            low = np.maximum(starts, np.array(box.start, np.int64))
+            high = np.minimum(stops, np.array(box.stop, np.int64))
+            meets = np.flatnonzero((high > low).all(axis=1)).tolist()
+            self._known[box] = tuple(
+                StoredPiece(
+                    int(offsets[i]),
+                    self.boxes[i],
+                    Box(tuple(low[i].tolist()), tuple((high - low)[i].tolist())),
+                )
+                for i in meets
+            )
+        return self._known[box]
+
+
+def _relative(box: Box, to: Box) -> Box:
+    return Box(tuple(a - b for a, b in zip(box.start, to.start, strict=True)), box.shape)
+
+
+def dense_blocks(shape: tuple[int, ...], region: Region) -> Iterator[tuple[int, Box]]:
+    """A region as boxes, each with the element at which it begins in a row-major copy of the region.
+
+    Inside a flat range each of its boxes is dense; a box is itself.
+    """
+    at = 0
+    for box in region_boxes(shape, region):
+        yield at, box
+        at += box.numel
+
+
+def slice_storage(shape: tuple[int, ...], sides: Sequence[Sequence[Region]]) -> SlicedStorage | None:
+    """Storage for a tensor that each of `sides` cuts into regions; None where row-major storage is as good:
+    every slice is one range there."""
+    whole = Box((0,) * len(shape), shape)
+    regions = dict.fromkeys([whole, *(region for side in sides for region in side if region.numel)])
+    boxes = [box for box, _ in disjoint_cells(shape, list(regions))]
+    if all(_is_range(shape, box) for box in boxes):
+        return None
+    boxes.sort(key=lambda box: box.start[::-1])
+    return SlicedStorage(shape, tuple(boxes))
+
+
+def _is_range(shape: tuple[int, ...], box: Box) -> bool:
+    """Whether a box is contiguous in row-major storage."""
+    dim = 0
+    while dim < len(shape) and box.shape[dim] == 1:
+        dim += 1
+    return box.shape[dim + 1 :] == shape[dim + 1 :]
+
+
+def slice_layouts(layouts: Sequence[Layout]) -> dict[str, SlicedStorage]:
+    """Storage of every tensor of a model registered with `layouts` for which slices pay; tensors that are cut
+    alike share one object."""
+    known: dict[tuple[object, ...], SlicedStorage | None] = {}
+    found: dict[str, SlicedStorage] = {}
+    for name, spec in {n: s for layout in layouts for n, s in layout.tensors.items()}.items():
+        patterns = [layout.by_tensor.get(name, ()) for layout in layouts]
+        key = (spec.shape, *(id(pattern) for pattern in patterns))
+        if key not in known:
+            known[key] = slice_storage(spec.shape, [[region for region, _ in p] for p in patterns])
+        if (storage := known[key]) is not None:
+            found[name] = storage
+    return found
+
+
+def region_spans(
+    shape: tuple[int, ...], storage: SlicedStorage | None, region: Region, itemsize: int, base_bytes: int = 0
+) -> tuple[Spans, Spans]:
+    """Byte spans of `region` in storage that begins at `base_bytes`, and in a row-major copy of the region.
+
+    Row i of both are the two ends of one copy; neighbours are joined. Storage None is row-major.
+    """
+    near, far = [np.zeros((0, 2), np.int64)], [np.zeros((0, 2), np.int64)]
+    blocks = [(0, region)] if isinstance(region, Box) else list(dense_blocks(shape, region))
+    if storage is None and isinstance(region, FlatRange):
+        if not region.count:
+            return near[0], far[0]
+        nbytes = region.count * itemsize
+        first = base_bytes + region.start * itemsize
+        return np.array([[first, nbytes]], np.int64), np.array([[0, nbytes]], np.int64)
+    for at, box in blocks:
+        whole = Box((0,) * len(shape), shape)
+        pieces = (StoredPiece(0, whole, box),) if storage is None else storage.pieces_of(box)
+        for piece in pieces:
+            ends = pair_spans(
+                (piece.stored.shape, piece.inside),
+                (box.shape, piece.inside_of(box)),
+                itemsize,
+                (base_bytes + piece.offset * itemsize, at * itemsize),
+            )
+            near.append(ends[0])
+            far.append(ends[1])
+    return merge_spans(np.concatenate(near), np.concatenate(far))

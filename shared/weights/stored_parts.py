@@ -1,0 +1,71 @@
+"""Parts of stored tensors as numpy views, whether a tensor is stored row-major or slice by slice."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from shared.contracts.gps import PoolView, SlicedTensors
+from shared.errors import InvalidRequest
+from shared.layout.sliced_storage import SlicedStorage, dense_blocks
+from shared.layout.tensor_layout import Box, FlatRange, Region
+
+
+def at(box: Box) -> tuple[slice, ...]:
+    """`box` as an index."""
+    return tuple(slice(start, start + size) for start, size in zip(box.start, box.shape, strict=True))
+
+
+def paired_parts(
+    shape: tuple[int, ...],
+    storage: SlicedStorage | None,
+    region: Region,
+    elements: NDArray[Any],
+    dense: NDArray[Any],
+) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """Views of equal shapes: a part of `elements` (a tensor as stored) and its place in `dense`, a row-major
+    copy of `region`. Both arrays are flat."""
+    if storage is None:
+        if isinstance(region, FlatRange):
+            yield elements[region.start : region.start + region.count], dense
+        else:
+            yield elements.reshape(shape)[at(region)], dense.reshape(region.shape)
+        return
+    blocks = [(0, region)] if isinstance(region, Box) else dense_blocks(shape, region)
+    for first, box in blocks:
+        block = dense[first : first + box.numel].reshape(box.shape)
+        for piece in storage.pieces_of(box):
+            stored = elements[piece.offset : piece.offset + piece.stored.numel].reshape(piece.stored.shape)
+            yield stored[at(piece.inside)], block[at(piece.inside_of(box))]
+
+
+def storages_of(view: PoolView) -> dict[str, SlicedStorage]:
+    """Storage of the tensors of `view` that are not row-major. Raises InvalidRequest."""
+    if not view.sliced:
+        return {}
+    shapes = {tensor.name: tensor.shape for tensor in view.tensors}
+    found = {}
+    for entry in view.sliced:
+        boxes = tuple(Box(a, n) for a, n in zip(entry.starts, entry.shapes, strict=True))
+        try:
+            storages = {shape: SlicedStorage(shape, boxes) for shape in {shapes[n] for n in entry.tensors}}
+        except (KeyError, ValueError) as error:
+            raise InvalidRequest("view.sliced", f"does not fit the tensors: {error}") from error
+        found.update({name: storages[shapes[name]] for name in entry.tensors})
+    return found
+
+
+def sliced_tensors(storages: Mapping[str, SlicedStorage]) -> tuple[SlicedTensors, ...]:
+    """What `storages_of` reads, for a view. Tensors with one storage object share an entry."""
+    names: dict[int, list[str]] = {}
+    by_id = {id(storage): storage for storage in storages.values()}
+    for name, storage in storages.items():
+        names.setdefault(id(storage), []).append(name)
+    return tuple(
+        SlicedTensors(
+            tensors=tuple(found),
+            starts=tuple(box.start for box in by_id[key].boxes),
+            shapes=tuple(box.shape for box in by_id[key].boxes),
+        )
+        for key, found in names.items()
+    )

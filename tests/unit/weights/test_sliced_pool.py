@@ -1,0 +1,124 @@
+"""A pool that stores tensors slice by slice gives and takes the same values as a row-major one."""
+
+from collections.abc import Iterator
+from uuid import uuid4
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.contracts.gps import PoolView, SlicedTensors
+from shared.errors import InvalidRequest, LayoutError
+from shared.layout.sliced_storage import SlicedStorage, slice_storage
+from shared.layout.tensor_layout import Box, FlatRange, Region
+from shared.weights.host_pool import HostPool, lay_out
+from shared.weights.mapped_pool import MappedPool, map_view
+from shared.weights.stored_parts import sliced_tensors, storages_of
+from tests.support.layouts import regions
+
+SHAPE = (6, 8)
+COLUMNS: list[list[Region]] = [[Box((0, c), (6, 4)) for c in (0, 4)], [FlatRange(0, 19), FlatRange(19, 29)]]
+
+
+def pool_of(storage: SlicedStorage | None, shape: tuple[int, ...] = SHAPE) -> MappedPool:
+    tensors, nbytes = lay_out([("a", "bfloat16", (3,)), ("w", "bfloat16", shape)])
+    storages = {} if storage is None else {"w": storage}
+    view = PoolView(path="", nbytes=nbytes, tensors=tensors, sliced=sliced_tensors(storages))
+    return MappedPool(
+        PoolView.model_validate_json(view.model_dump_json()), np.zeros(nbytes, np.uint8), writable=True
+    )
+
+
+def numbers(shape: tuple[int, ...]) -> np.ndarray:
+    return np.arange(1, 1 + int(np.prod(shape, dtype=int)), dtype=np.uint16).reshape(shape)
+
+
+@given(st.data(), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_what_was_copied_in_by_regions_comes_out_by_other_regions(
+    data: st.DataObject, is_sliced: bool
+) -> None:
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+    chosen = [data.draw(st.lists(regions(shape), max_size=3)) for _ in range(2)]
+    pool = pool_of(slice_storage(shape, chosen) if is_sliced else None, shape)
+    truth = numbers(shape)
+    half = truth.size // 2
+    for region in (FlatRange(0, half), FlatRange(half, truth.size - half)):
+        pool.copy_in("w", region, truth.reshape(-1)[region.start : region.start + region.count].copy())
+    region = data.draw(regions(shape))
+    got = np.zeros(region.numel, np.uint16)
+    pool.copy_out("w", region, got.view(np.uint8))
+    if isinstance(region, FlatRange):
+        expected = truth.reshape(-1)[region.start : region.start + region.count]
+    else:
+        expected = truth[tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))]
+    assert np.array_equal(got, expected.reshape(-1))
+    assert pool.raw("a").sum() == 0
+
+
+def test_a_sliced_tensor_has_no_array_and_says_so() -> None:
+    pool = pool_of(slice_storage(SHAPE, COLUMNS))
+    assert pool.storage("a") is None
+    assert pool.array("a").shape == (3,)
+    for ask in (pool.array, pool.torch):
+        with pytest.raises(LayoutError, match="w is stored in 7 slices"):
+            ask("w")
+
+
+def test_slices_that_are_not_the_tensor_are_refused() -> None:
+    tensors, nbytes = lay_out([("w", "bfloat16", SHAPE)])
+    for entry in (
+        SlicedTensors(tensors=("w",), starts=((0, 0),), shapes=((6, 4),)),
+        SlicedTensors(tensors=("x",), starts=((0, 0),), shapes=((6, 8),)),
+    ):
+        with pytest.raises(InvalidRequest, match=r"view\.sliced"):
+            storages_of(PoolView(path="", nbytes=nbytes, tensors=tensors, sliced=(entry,)))
+
+
+@pytest.fixture
+def host() -> Iterator[HostPool]:
+    pool = HostPool(run=f"sliced{uuid4().hex[:8]}", node=0, budget_bytes=1 << 20)
+    yield pool
+    pool.close()
+
+
+def test_a_loader_map_reads_slices_as_it_reads_rows(host: HostPool) -> None:
+    torch = pytest.importorskip("torch")
+    from shared.weights.loader_map import LoaderMap
+
+    class Halves(torch.nn.Module):
+        """Columns of w, a row and a column of it, and its transpose: what a loader may view."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            for name, shape in (("left", (6, 4)), ("right", (6, 4)), ("row", (8,)), ("turned", (8, 6))):
+                self.register_parameter(
+                    name, torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16), False)
+                )
+
+        def load_weights(self, weights):
+            for _, w in weights:
+                self.left.data.copy_(w[:, :4])
+                self.right.data.copy_(w.narrow(1, 4, 4))
+                self.row.data.copy_(w[3])
+                self.turned.data.copy_(w.t())
+
+    tensors, nbytes = lay_out([("w", "bfloat16", SHAPE)])
+    region = host.create("policy", "b0", nbytes)
+    storage = slice_storage(SHAPE, COLUMNS)
+    assert storage is not None
+    sliced = PoolView(
+        path=str(region.path), nbytes=nbytes, tensors=tensors, sliced=sliced_tensors({"w": storage})
+    )
+    truth = torch.randn(SHAPE).to(torch.bfloat16)
+    map_view(sliced, writable=True).copy_in("w", FlatRange(0, 48), truth.view(torch.int16).numpy())
+    with torch.device("meta"):
+        recorded = LoaderMap.record(Halves(), tensors)
+    for stage in (None, lambda part: part.clone()):
+        expected, got = Halves(), Halves()
+        expected.load_weights([("w", truth)])
+        nread = recorded.apply(map_view(sliced).tensors, dict(got.named_parameters()), stage=stage)
+        assert nread == 2 * (48 + 8 + 48)
+        for name, parameter in expected.named_parameters():
+            assert torch.equal(parameter, dict(got.named_parameters())[name]), name
