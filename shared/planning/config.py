@@ -62,6 +62,9 @@ class PlannerConfig:
     """Least time from a completed shift to the next one between rollout and reward."""
     max_evaluated: int = 48
     """Replay at most this many candidates, the most promising first; fewer are enough nearly always."""
+    exact: bool = False
+    """Judge every candidate. Without, those between two judged ones are passed over where throughput that
+    grows with a role's replicas could not make them the best; it nearly always does."""
     use_throughput_model: bool = True
     """Off is the ablation where a busy replica counts 1 token/s."""
     migration: bool = True

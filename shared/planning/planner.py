@@ -121,7 +121,10 @@ class Planner(ShiftPolicy):
             tokens_per_s = self._combined(replays, up_role, up, down)
             return self.config.window_s * (tokens_per_s - current) - found.penalty_tokens(i)
 
-        judged = list(search(len(found), judge, bound, self.config.max_evaluated).values())
+        if self.config.exact:
+            judged = [judge(i) for i in range(len(found))]
+        else:
+            judged = list(search(len(found), judge, bound, self.config.max_evaluated).values())
         best: int | None = None
         for i, candidate in enumerate(judged):
             if worth(candidate) > 0 and (best is None or worth(candidate) > worth(judged[best])):
