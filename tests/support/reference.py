@@ -158,6 +158,8 @@ class Judged(NamedTuple):
     up: tuple[Any, ...]
     down: tuple[Any, ...]
     penalty: float
+    up_tokens_per_s: float
+    down_tokens_per_s: float
     tokens_per_s: float
     benefit: float
 
@@ -296,8 +298,10 @@ def simulate(config: Any, prepared: Prepared, found: Any) -> Decision:
         shift_up(after_up, [ids[up_role].index(replica) for replica in up], migrate)
         if down:
             shift_down(after_down, [ids[donor_role].index(replica) for replica in down])
-        after = overall(after_up.total(), after_down.total())
-        each = Judged(k, up, down, penalty, after, config.window_s * (after - current) - penalty)
+        t_after = after_up.total(), after_down.total()
+        after = overall(*t_after)
+        benefit = config.window_s * (after - current) - penalty
+        each = Judged(k, up, down, penalty, *t_after, after, benefit)
         judged.append(each)
         keeps = len(states[donor_role].active) - len(down) >= config.of(donor_role).min_replicas
         if (keeps or not down) and each.benefit > 0 and (best is None or each.benefit > best.benefit):
