@@ -75,13 +75,10 @@ class RoleReplay:
         self._loads.set_open([index[replica] for replica in inactive], False)
         self._sequences = _sequences(load, {r: index[r] for r in active}, growth_tokens)
         self._loads.add_all(*self._sequences)
+        self.tokens_per_s = self._loads.total_tokens_per_s
+        """Throughput of the role as it is."""
         self._heaps: Heaps | None = None
         self._known: dict[frozenset[ReplicaId], float] = {}
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Throughput of the role as it is."""
-        return self._loads.total_tokens_per_s
 
     def tokens_per_s_of(self, replica: ReplicaId) -> float:
         """Throughput of one replica as it is."""
