@@ -60,6 +60,8 @@ class InvalidRequest(UserError):
     code = "invalid_request"
 
     def __init__(self, field: str, problem: str, remedy: str = "", **data: Any) -> None:
+        if remedy:
+            data["remedy"] = remedy
         super().__init__(f"{field}: {problem}." + (f" {remedy}" if remedy else ""), field=field, **data)
         self.field = field
 

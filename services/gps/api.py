@@ -1,22 +1,28 @@
 """GPS over HTTP. Every error is `{code, message, data}`; `data.field` names what was wrong."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter
 
-from services.gps.service import GpsService
+from services.gps.loads import load_version
 from shared.contracts.base import Message
 from shared.contracts.gps import (
+    LoadRequest,
     ModelStatus,
+    NodesStatus,
     ReadGrant,
     ReadRequest,
+    ReceiverRequest,
+    ReceiverStatus,
     WriteCommit,
     WriteGrant,
     WriteRequest,
     WriteStatus,
 )
 from shared.errors import NotFound
-from shared.layout.transfer_plan import PlanKey, TransferPlan
+from shared.layout.transfer_plan import PlanCache, PlanKey, TransferPlan
+from shared.runtime.config import DTYPE
+from shared.runtime.run_folder import RunFolder
 
 
 class LinkBytes(Message):
@@ -47,8 +53,44 @@ class PlanView(PlanSummaryView):
     load_s_per_sender: dict[str, float]
 
 
-def gps_router(service: GpsService) -> APIRouter:
-    """The routes of `/v1`. Mutating ones are guarded by the app's bearer token."""
+class CachedPlans(Protocol):
+    """Where plans are kept."""
+
+    @property
+    def cache(self) -> PlanCache: ...
+
+
+class Gps(Protocol):
+    """GPS of one node, alone or among several."""
+
+    @property
+    def plans(self) -> CachedPlans: ...
+
+    def models(self) -> tuple[ModelStatus, ...]: ...
+
+    def model(self, name: str) -> ModelStatus: ...
+
+    def nodes(self) -> NodesStatus: ...
+
+    async def read(self, request: ReadRequest) -> ReadGrant: ...
+
+    def release(self, lease_id: str) -> None: ...
+
+    async def add_receiver(self, receiver: str, request: ReceiverRequest) -> ReceiverStatus: ...
+
+    async def remove_receiver(self, receiver: str) -> None: ...
+
+    async def begin_write(self, request: WriteRequest) -> WriteGrant: ...
+
+    async def write_status(self, write_id: str) -> WriteStatus: ...
+
+    async def commit_write(self, write_id: str, commit: WriteCommit) -> WriteStatus: ...
+
+    async def abandon(self, write_id: str) -> None: ...
+
+
+def gps_router(service: Gps, folder: RunFolder) -> APIRouter:
+    """The routes of `/v1`. Mutating ones are guarded by the app's bearer token; paths lie under `folder`."""
     router = APIRouter(prefix="/v1", tags=["gps"])
 
     @router.get("/models")
@@ -60,6 +102,26 @@ def gps_router(service: GpsService) -> APIRouter:
     async def model(model: str) -> ModelStatus:
         """One model. 404 for an unknown one."""
         return service.model(model)
+
+    @router.get("/nodes")
+    async def nodes() -> NodesStatus:
+        """The nodes of parameter storage, and what carries parameters between them."""
+        return service.nodes()
+
+    @router.post("/models/{model}/load")
+    async def load(model: str, request: LoadRequest) -> WriteStatus:
+        """Make the next version from a Hugging Face folder under the run folder. 400 for a path outside."""
+        return await load_version(service, folder, model, request.path, DTYPE)
+
+    @router.put("/receivers/{receiver}")
+    async def add_receiver(receiver: str, request: ReceiverRequest) -> ReceiverStatus:
+        """A landing buffer for a receiver on a node that holds only a shard. The same one if asked again."""
+        return await service.add_receiver(receiver, request)
+
+    @router.delete("/receivers/{receiver}", status_code=204)
+    async def remove_receiver(receiver: str) -> None:
+        """Forget its landing buffers. 404 if it has none."""
+        await service.remove_receiver(receiver)
 
     @router.post("/read")
     async def read(request: ReadRequest) -> ReadGrant:
@@ -81,7 +143,7 @@ def gps_router(service: GpsService) -> APIRouter:
     @router.get("/writes/{write_id}")
     async def write_status(write_id: str) -> WriteStatus:
         """Who is still to commit. 404 if it was abandoned or replaced."""
-        return service.write_status(write_id)
+        return await service.write_status(write_id)
 
     @router.post("/writes/{write_id}/commit")
     async def commit_write(write_id: str, commit: WriteCommit) -> WriteStatus:
@@ -91,7 +153,7 @@ def gps_router(service: GpsService) -> APIRouter:
     @router.delete("/writes/{write_id}", status_code=204)
     async def abandon_write(write_id: str) -> None:
         """Give a Write up; the readable version stays."""
-        service.abandon(write_id)
+        await service.abandon(write_id)
 
     @router.get("/transfer-plans")
     async def plans() -> tuple[PlanSummaryView, ...]:

@@ -3,6 +3,7 @@
 import secrets
 
 from services.gps.api import gps_router
+from services.gps.cluster_app import address_of, open_cluster
 from services.gps.manifest import Manifest
 from services.gps.plans import Plans
 from services.gps.service import GENRM, POLICY, GpsService, Seed
@@ -11,12 +12,30 @@ from services.gps.store import Store
 from shared.bus.process import ServiceContext
 from shared.contracts.gps import PolicyVersion
 from shared.contracts.subjects import POLICY_VERSION_KEY
-from shared.runtime.config import DTYPE
+from shared.runtime.config import DTYPE, GpsSection
 from shared.runtime.models import model_folder
 from shared.weights.host_pool import HostPool, remove_leftovers
 
 
 async def main(ctx: ServiceContext) -> None:
+    if ctx.config.gps is not None and len(ctx.config.gps.nodes) > 1:
+        await _serve_cluster(ctx, ctx.config.gps)
+    else:
+        await _serve_node(ctx)
+
+
+async def _serve_cluster(ctx: ServiceContext, config: GpsSection) -> None:
+    service = await open_cluster(ctx, config)
+    ctx.metrics.add_source(service.gauges)
+    router = gps_router(service, ctx.folder)
+    host = address_of(config, ctx.node)
+    async with ctx.serve_http([router], ready=service.waits_for, host=host):
+        await ctx.until_true(lambda: service.waits_for() is None)
+        ctx.ready()
+        await ctx.stopped()
+
+
+async def _serve_node(ctx: ServiceContext) -> None:
     config = ctx.config
     manifest = Manifest(ctx.folder.path / f"gps-n{ctx.node}.json")
     for path in remove_leftovers(run=config.run.name, node=ctx.node, keep=manifest.paths()):
@@ -40,7 +59,7 @@ async def main(ctx: ServiceContext) -> None:
     ctx.metrics.add_source(service.gauges)
     await ctx.bus.ensure_bucket(ctx.subjects.policy_bucket)
     ctx.spawn(service.publish_for_ever(), "publish")
-    async with ctx.serve_http([gps_router(service)], ready=service.waits_for):
+    async with ctx.serve_http([gps_router(service, ctx.folder)], ready=service.waits_for):
         await service.seed_all(
             [
                 Seed(POLICY, model_folder(config.models.policy, ctx.folder), DTYPE, is_frozen=False),

@@ -23,6 +23,7 @@ class ManifestEntry(Message):
     checksum: str
     num_regions: int
     tensors: tuple[PoolTensor, ...]
+    lineage: int = 0
 
 
 class ManifestFile(Message):

@@ -14,22 +14,27 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.gps.boxes import count_bytes, parts_of
+from services.gps.boxes import Part, count_bytes
+from services.gps.checks import checked_parts
 from services.gps.manifest import Manifest, ManifestEntry
 from services.gps.plans import Plans
 from services.gps.store import Store
 from services.gps.versions import Model, Seal, version_checksum
 from shared.contracts.gps import (
     ModelStatus,
+    NodesStatus,
+    NodeStatus,
     PolicyVersion,
     ReadGrant,
     ReadRequest,
+    ReceiverRequest,
+    ReceiverStatus,
     WriteCommit,
     WriteGrant,
     WriteRequest,
     WriteStatus,
 )
-from shared.errors import PivotError
+from shared.errors import NotFound, PivotError
 from shared.weights.host_pool import PoolRegion
 from shared.weights.seed import SeedPlan, load_seed, plan_seed
 
@@ -137,11 +142,35 @@ class GpsService:
     def model(self, name: str) -> ModelStatus:
         return self.store.status(name, self._now_s())
 
+    def nodes(self) -> NodesStatus:
+        return NodesStatus(
+            node=0,
+            epoch=self.plans.layout_epoch,
+            group_size=1,
+            leader=0,
+            is_cut_off=False,
+            nodes=(NodeStatus(node=0, state="serving" if self._waits_for is None else "joining", group=0),),
+            waits_for=self._waits_for,
+        )
+
+    async def add_receiver(self, receiver: str, request: ReceiverRequest) -> ReceiverStatus:
+        """Nothing to do: this node holds everything. Raises NotFound, InvalidRequest."""
+        model = self.store.model(request.model)
+        nbytes = self._nbytes(model, checked_parts(model.specs, request.boxes))
+        return ReceiverStatus(receiver=receiver, model=request.model, nbytes=nbytes)
+
+    async def remove_receiver(self, receiver: str) -> None:
+        raise NotFound(f"no receiver {receiver} is registered: a node alone needs none", field="receiver")
+
+    @staticmethod
+    def _nbytes(model: Model, parts: Sequence[Part]) -> int:
+        return count_bytes(model.specs, parts) if parts else sum(s.nbytes for s in model.specs.values())
+
     async def read(self, request: ReadRequest) -> ReadGrant:
         """Raises NotFound, InvalidRequest; Conflict if `min_version` is not committed within `wait_s`."""
         end_s = self._now_s() + request.wait_s
         model = self.store.model(request.model)
-        parts = parts_of(model.specs, request.boxes)
+        parts = checked_parts(model.specs, request.boxes)
         while model.version < request.min_version and self._now_s() < end_s:
             await self._wait_change(end_s)
         plan = await self.plans.for_read(model.name, model.specs, request.receiver, parts)
@@ -153,7 +182,7 @@ class GpsService:
             lease_id=granted.lease.lease_id,
             view=granted.view,
             plan_id=plan.plan_id,
-            nbytes=count_bytes(model.specs, parts) if parts else sum(s.nbytes for s in model.specs.values()),
+            nbytes=self._nbytes(model, parts),
         )
 
     def release(self, lease_id: str) -> None:
@@ -201,10 +230,10 @@ class GpsService:
         await self._became_readable(seal.write.model, source=source)
         return status
 
-    def write_status(self, write_id: str) -> WriteStatus:
+    async def write_status(self, write_id: str) -> WriteStatus:
         return self.store.write_status(write_id)
 
-    def abandon(self, write_id: str) -> None:
+    async def abandon(self, write_id: str) -> None:
         self.store.abandon(write_id)
         self._wake()
 

@@ -20,10 +20,11 @@ Invariants
     bytes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.gps.boxes import check_cover, parts_of, spec_of
+from services.gps.boxes import check_cover, spec_of
+from services.gps.checks import checked_parts
 from services.gps.versions import Buffer, Granted, Lease, Model, OpenWrite, Seal, Verification, WriterPart
 from shared.contracts.gps import (
     ModelStatus,
@@ -36,7 +37,7 @@ from shared.contracts.gps import (
     WriteStatus,
 )
 from shared.errors import Conflict, InvalidRequest, NotFound
-from shared.layout.tensor_layout import FlatRange, whole
+from shared.layout.tensor_layout import FlatRange, TensorSpec, whole
 from shared.weights.host_pool import HostPool, PoolRegion
 
 
@@ -60,13 +61,15 @@ class Store:
         is_frozen: bool,
         adopted: PoolRegion | None = None,
         num_regions: int = 0,
+        specs: Mapping[str, TensorSpec] | None = None,
     ) -> PoolRegion:
         """Reserve the buffers of a model and give the one to seed. Raises ConfigError if they do not fit.
 
         `adopted` is a region that an earlier life of GPS filled; it had made `num_regions` of this model.
+        `specs` are the whole tensors, where `tensors` are only pieces of them.
         """
         assert name not in self._models, f"model {name} was added before"
-        specs = {tensor.name: spec_of(tensor) for tensor in tensors}
+        specs = dict(specs) if specs else {tensor.name: spec_of(tensor) for tensor in tensors}
         by_name = {tensor.name: tensor for tensor in tensors}
         model = Model(name, tuple(tensors), nbytes, is_frozen, [], specs, by_name)
         num_new = (1 if is_frozen else 2) - (adopted is not None)
@@ -83,7 +86,10 @@ class Store:
         """The seeded buffer holds `version`."""
         model = self.model(name)
         assert model.version < 0, f"model {name} was seeded before"
-        model.version, model.checksum = version, checksum
+        model.version, model.checksum, model.readable.version = version, checksum, version
+
+    def has(self, name: str) -> bool:
+        return name in self._models
 
     def model(self, name: str) -> Model:
         if name not in self._models:
@@ -95,7 +101,7 @@ class Store:
 
     def status(self, name: str, now_s: float) -> ModelStatus:
         model = self.model(name)
-        self._expire(model, now_s)
+        self.expire(model, now_s)
         return model.status()
 
     def _new_buffer(self, model: Model) -> Buffer:
@@ -110,6 +116,14 @@ class Store:
     def read(self, request: ReadRequest, now_s: float) -> Granted:
         """Lease the readable version. Raises NotFound, InvalidRequest, or Conflict if `min_version` is not
         there."""
+        model = self.check_read(request)
+        self.expire(model, now_s)
+        lease = Lease(self.new_id(), request.receiver, model.version, now_s + request.lease_s)
+        model.readable.leases[lease.lease_id] = lease
+        return Granted(lease, model.readable.view, model)
+
+    def check_read(self, request: ReadRequest) -> Model:
+        """The model, if `request` can be served now. Raises as `read` does."""
         model = self.model(request.model)
         if model.version < 0:
             raise Conflict(f"{model.name} is still being seeded", model=model.name)
@@ -120,21 +134,25 @@ class Store:
                 f"{model.name} is at version {model.version}, version {request.min_version} was asked for"
             )
             raise Conflict(problem, version=model.version, min_version=request.min_version)
-        self._expire(model, now_s)
-        lease = Lease(self.new_id(), request.receiver, model.version, now_s + request.lease_s)
-        model.readable.leases[lease.lease_id] = lease
-        return Granted(lease, model.readable.view, model)
+        return model
 
     def release(self, lease_id: str, now_s: float) -> None:
         """End a lease. Raises NotFound if it is unknown or ran out."""
         for model in self._models.values():
-            self._expire(model, now_s)
+            self.expire(model, now_s)
             for buffer in model.buffers:
                 if buffer.leases.pop(lease_id, None):
                     return
         raise NotFound(f"no lease {lease_id}: it was released, or ran out", lease_id=lease_id)
 
-    def _expire(self, model: Model, now_s: float) -> None:
+    def release_quietly(self, lease_id: str) -> None:
+        """End a lease, if it has not run out."""
+        for model in self._models.values():
+            for buffer in model.buffers:
+                buffer.leases.pop(lease_id, None)
+
+    def expire(self, model: Model, now_s: float) -> None:
+        """Forget leases that ran out."""
         for buffer in model.buffers:
             for lease in [found for found in buffer.leases.values() if found.expires_s <= now_s]:
                 del buffer.leases[lease.lease_id]
@@ -144,7 +162,7 @@ class Store:
         model = self.model(name)
         if model.is_frozen:
             return None
-        self._expire(model, now_s)
+        self.expire(model, now_s)
         return max((lease.expires_s for lease in model.spare.leases.values()), default=None)
 
     # writes
@@ -162,7 +180,7 @@ class Store:
             raise InvalidRequest("writers", "must name every writer once", writers=list(request.writers))
         if request.writer not in request.writers:
             raise InvalidRequest("writer", f"{request.writer!r} is none of {list(request.writers)}")
-        return WriterPart(parts_of(model.specs, request.boxes))
+        return WriterPart(checked_parts(model.specs, request.boxes))
 
     def begin_write(self, request: WriteRequest, now_s: float) -> WriteGrant:
         """Join the Write of this version, or open it; a torn one of dead writers is replaced.
@@ -192,17 +210,27 @@ class Store:
         return self._grant(model, write)
 
     def _open_write(self, model: Model, request: WriteRequest, now_s: float) -> OpenWrite:
-        self._expire(model, now_s)
+        self.empty_spare(model, now_s)
+        model.write = OpenWrite(self.new_id(), model.name, request.version, request.attempt, request.writers)
+        return model.write
+
+    def empty_spare(self, model: Model, now_s: float) -> None:
+        """Make the spare buffer ready to be filled; a torn one is replaced, for its writers may still live.
+
+        Raises Conflict if readers hold it.
+        """
+        self.expire(model, now_s)
         if holders := sorted({lease.receiver for lease in model.spare.leases.values()}):
             problem = f"readers hold the spare buffer of {model.name}: {', '.join(holders)}"
-            raise Conflict(problem, model=model.name, holders=holders)
+            remedy = "wait until they release their leases, or until those run out"
+            raise Conflict(
+                f"{problem}. {remedy}", model=model.name, holders=holders, field="wait_s", remedy=remedy
+            )
         model.write = None
         if model.spare.is_dirty:
             self.pool.remove(model.spare.region)
             model.buffers[1 - model.current] = self._new_buffer(model)
-        model.spare.is_dirty = True
-        model.write = OpenWrite(self.new_id(), model.name, request.version, request.attempt, request.writers)
-        return model.write
+        model.spare.is_dirty, model.spare.version = True, None
 
     def _grant(self, model: Model, write: OpenWrite) -> WriteGrant:
         return WriteGrant(
@@ -279,7 +307,7 @@ class Store:
             return write.status()
         assert not write.pending
         assert write.version > model.version
-        model.spare.is_dirty = False
+        model.spare.is_dirty, model.spare.version = False, write.version
         model.current = 1 - model.current
         model.version, model.checksum, model.write = write.version, checksum, None
         model.last_committed = WriteStatus(

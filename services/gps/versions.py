@@ -38,6 +38,7 @@ class Buffer:
 
     region: PoolRegion
     view: PoolView
+    version: int | None = None
     is_dirty: bool = False
     leases: dict[str, Lease] = field(default_factory=dict)
 

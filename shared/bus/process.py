@@ -65,6 +65,17 @@ class ServiceContext:
         if self._failure is not None:
             raise self._failure
 
+    async def until_true(self, is_true: Callable[[], bool], every_s: float = 0.02) -> None:
+        """Returns when `is_true`, or when the process is to stop; raises what a spawned task died of."""
+        while not is_true() and not self._stop.is_set():
+            try:
+                async with asyncio.timeout(every_s):
+                    await self._stop.wait()
+            except TimeoutError:
+                pass
+        if self._failure is not None:
+            raise self._failure
+
     @property
     def is_stopping(self) -> bool:
         return self._stop.is_set()
@@ -89,15 +100,17 @@ class ServiceContext:
 
     @contextlib.asynccontextmanager
     async def serve_http(
-        self, routers: Sequence[APIRouter], *, ready: Callable[[], str | None]
+        self, routers: Sequence[APIRouter], *, ready: Callable[[], str | None], host: str | None = None
     ) -> AsyncIterator[int]:
+        """Serve REST while the block runs, at `host` if it is not the run's; gives the port."""
         app = make_app(self.name, token=self.token, routers=routers, ready=ready, metrics=self.metrics)
-        async with serving(app, self.endpoints.host, self.endpoints.http_ports[self.name]) as port:
+        async with serving(app, host or self.endpoints.host, self.endpoints.http_ports[self.name]) as port:
             yield port
 
     def ready(self) -> None:
         """Tells the supervisor that this process can be used."""
-        path = self.folder.processes / f"{self.name}.json"
+        name = self.name if self.node == 0 else f"{self.name}-n{self.node}"
+        path = self.folder.processes / f"{name}.json"
         path.write_text(json.dumps({"pid": os.getpid(), "ready_s": self.clock.now_s()}))
 
     async def _close(self) -> None:

@@ -47,13 +47,15 @@ class PoolView(Message):
 
 
 class TensorBox(Message):
-    """Part of a canonical tensor: an n-dimensional box, or (`flat_start` given) a row-major flat range."""
+    """Part of a canonical tensor: an n-dimensional box, or (`flat_start` given) a row-major flat range.
+    `dtype`, if given, must be the tensor's."""
 
     tensor: str
     start: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
     flat_start: int | None = None
     flat_count: int = 0
+    dtype: str = ""
 
 
 class ReadRequest(Message):
@@ -157,3 +159,59 @@ class PeerInfo(Message):
     agent: str
     metadata: str = ""
     regions: tuple[PeerRegion, ...] = ()
+
+
+class ReceiverRequest(Message):
+    """replica or rank → gps of a sharded node: a landing buffer for what this receiver Reads. Asked once; the
+    buffer is registered with the transport and reused. Empty `boxes` mean the whole model."""
+
+    model: str
+    boxes: tuple[TensorBox, ...] = ()
+
+
+class ReceiverStatus(Message):
+    """gps → receiver. `view` is where every Read of it lands; None if the node holds the whole model and none
+    is needed."""
+
+    receiver: str
+    model: str
+    nbytes: int
+    view: PoolView | None = None
+
+
+class LoadRequest(Message):
+    """anyone → gps: make the next version of a model from a Hugging Face folder under the run folder."""
+
+    path: str
+
+
+class NodeStatus(Message):
+    """One node of parameter storage. `group` is -1 while it waits for one."""
+
+    node: int
+    state: str
+    group: int
+    address: str = ""
+
+
+class TransportStatus(Message):
+    """What carries parameters between nodes: what was asked for, and what UCX chose ("tcp on eth0")."""
+
+    wanted: str
+    lanes: tuple[str, ...] = ()
+    explain: str = ""
+
+
+class NodesStatus(Message):
+    """gps → anyone: the cluster as this node sees it. `reseeded` says which models began again, and why.
+    `waits_for` is None once this node serves."""
+
+    node: int
+    epoch: int
+    group_size: int
+    leader: int | None
+    is_cut_off: bool
+    nodes: tuple[NodeStatus, ...]
+    transport: TransportStatus | None = None
+    reseeded: tuple[str, ...] = ()
+    waits_for: str | None = None

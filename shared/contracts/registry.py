@@ -1,12 +1,46 @@
 """The message types that may appear on the bus, by name. A type not listed here is refused."""
 
-from shared.contracts import base, gps, monitor, planner, rank, replica, reward, role, rollout, trainer
+from shared.contracts import (
+    base,
+    gps,
+    gps_cluster,
+    monitor,
+    planner,
+    rank,
+    replica,
+    reward,
+    role,
+    rollout,
+    trainer,
+)
 from shared.contracts.base import Message
 
 _TYPES: tuple[type[Message], ...] = (
     base.Done,
     base.Failure,
+    gps.PeerInfo,
     gps.PolicyVersion,
+    gps.WriteStatus,
+    gps_cluster.AbortWrite,
+    gps_cluster.BeginWrite,
+    gps_cluster.ClusterView,
+    gps_cluster.DescribePeer,
+    gps_cluster.FetchSlices,
+    gps_cluster.FlipVersion,
+    gps_cluster.HashSlices,
+    gps_cluster.LeaseVersion,
+    gps_cluster.NodeHeartbeat,
+    gps_cluster.OpenSpare,
+    gps_cluster.QueryWrite,
+    gps_cluster.ReleaseVersion,
+    gps_cluster.SealShard,
+    gps_cluster.ShardSealed,
+    gps_cluster.SlicesHashed,
+    gps_cluster.SpareOpened,
+    gps_cluster.VersionCommit,
+    gps_cluster.VersionLeased,
+    gps_cluster.WriteBegun,
+    gps_cluster.WriterDone,
     monitor.WorkloadPublished,
     planner.DeviceLease,
     planner.PlanPublished,

@@ -51,7 +51,14 @@ class Subjects:
     def workload(self) -> str:
         return f"{self.prefix}.workload.state"
 
+    @property
+    def gps_heartbeat(self) -> str:
+        return f"{self.prefix}.gps.heartbeat"
+
     # request / reply
+    def gps_node(self, node: int, command: str) -> str:
+        return f"{self.prefix}.gps.node.{node}.{command}"
+
     def shift(self, role: Role, direction: str) -> str:
         return f"{self.prefix}.shift.{role.value}.{direction}"
 
@@ -122,6 +129,11 @@ class Subjects:
     @property
     def policy_bucket(self) -> str:
         return f"pivotrl_{self.run}_policy"
+
+    @property
+    def gps_bucket(self) -> str:
+        """`view`: the nodes of parameter storage; `commit.<model>`: the version that is readable."""
+        return f"pivotrl_{self.run}_gps"
 
     @property
     def device_bucket(self) -> str:

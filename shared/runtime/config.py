@@ -110,6 +110,40 @@ class NetworkSection(_Section):
     """Bearer token of mutating calls; needed when `host` is not loopback."""
 
 
+class GpsSection(_Section):
+    """Parameter storage over several nodes; without this section one node keeps everything."""
+
+    nodes: tuple[str, ...] = Field(("127.0.0.1",), min_length=1, max_length=512)
+    """Address of each node's GPS, in order: node n is started with `--node n` and listens at `nodes[n]`."""
+    transport: Literal["rdma", "tcp", "any"] = "rdma"
+    """What must carry parameters between nodes. `rdma` and `tcp` refuse anything else; `any` takes what UCX
+    chooses, so that a fall-back to TCP is a line in the log instead of an error."""
+    node_bytes: int | None = Field(None, gt=0)
+    """Host memory of a node for parameters; without it, what each node has free. It decides how many nodes
+    share one copy."""
+    heartbeat_s: float = Field(1.0, gt=0)
+    dead_after_s: float = Field(5.0, gt=0)
+    """A node that was silent this long is out until it joins again."""
+    control_deadline_s: float = Field(10.0, gt=0)
+    """For one question from node to node."""
+    copy_deadline_s: float = Field(120.0, gt=0)
+    """For one node's part of a Read, of a Write, or of a refill."""
+    reseed_after_s: float = Field(30.0, gt=0)
+    """How long a joining node looks for a copy of what is missing before the model begins again from its
+    newest folder."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if len(set(self.nodes)) != len(self.nodes):
+            raise ValueError(f"gps.nodes names an address twice: {', '.join(self.nodes)}")
+        if self.dead_after_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"gps.dead_after_s = {self.dead_after_s:g} is less than two of "
+                f"gps.heartbeat_s = {self.heartbeat_s:g}"
+            )
+        return self
+
+
 class RunConfig(_Section):
     """A whole run.
 
@@ -127,6 +161,7 @@ class RunConfig(_Section):
     training: TrainingSection = TrainingSection()
     planner: PlannerSection = PlannerSection()
     network: NetworkSection = NetworkSection()
+    gps: GpsSection | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -22,6 +22,8 @@ from shared.contracts.gps import (
     ModelStatus,
     ReadGrant,
     ReadRequest,
+    ReceiverRequest,
+    ReceiverStatus,
     WriteCommit,
     WriteGrant,
     WriteRequest,
@@ -30,6 +32,7 @@ from shared.contracts.gps import (
 from shared.errors import (
     Conflict,
     DeadlineExceeded,
+    InvalidRequest,
     NotFound,
     PivotError,
     TransportError,
@@ -94,8 +97,7 @@ class GpsClient:
             Conflict: `min_version` was not committed within `wait_s`; or, when the block ends without an
                 error, the lease had run out inside it.
         """
-        limit = self._limit(deadline_s, request.wait_s)
-        grant = await self._ask("POST", "/v1/read", request, ReadGrant, "read", limit)
+        grant = await self._granted(request, self._limit(deadline_s, request.wait_s))
         try:
             yield grant
         except BaseException:
@@ -112,6 +114,21 @@ class GpsClient:
                 version=grant.version,
                 lease_id=grant.lease_id,
             ) from error
+
+    async def _granted(self, request: ReadRequest, limit_s: float) -> ReadGrant:
+        """The grant; where the node holds only a shard, the receiver is registered at its first Read."""
+        try:
+            return await self._ask("POST", "/v1/read", request, ReadGrant, "read", limit_s)
+        except InvalidRequest as error:
+            if error.data.get("field") != "receiver":
+                raise
+        await self.register(request.receiver, ReceiverRequest(model=request.model, boxes=request.boxes))
+        return await self._ask("POST", "/v1/read", request, ReadGrant, "read", limit_s)
+
+    async def register(self, receiver: str, request: ReceiverRequest) -> ReceiverStatus:
+        """A landing buffer for `receiver`, kept by the node. Raises NotFound, InvalidRequest, ConfigError."""
+        path = f"/v1/receivers/{receiver}"
+        return await self._ask("PUT", path, request, ReceiverStatus, "register", self._deadline_s)
 
     async def release(self, lease_id: str) -> None:
         """Give a lease back. Raises NotFound if it ran out."""

@@ -153,6 +153,13 @@ class MemoryTransport:
                 since_check += size
         operation.is_done = True
 
+    def poll(self, operation: Operation) -> bool:
+        self.wait(operation, float("inf"))
+        return True
+
+    def cancel(self, operation: Operation) -> None:
+        assert isinstance(operation, _Copy)
+
     def release(self, descriptors: Descriptors) -> None:
         assert isinstance(descriptors, _Spans)
 

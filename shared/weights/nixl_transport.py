@@ -200,16 +200,7 @@ class NixlTransport:
     def wait(self, operation: Operation, deadline_s: float) -> None:
         assert isinstance(operation, _Copy)
         end_s, pause_s = self._now_s() + deadline_s, _FIRST_POLL_S
-        if not operation.is_done and operation.handle is None:
-            raise TransportError(f"the copy with {operation.peer} failed or was cancelled before")
-        while not operation.is_done:
-            try:
-                state = self._call("wait", lambda: self._live().check_xfer_state(operation.handle))
-            except TransportError:
-                self._finish(operation)
-                raise
-            if self._settle(operation, state):
-                return
+        while not self.poll(operation):
             if self._now_s() >= end_s:
                 self._finish(operation)
                 raise DeadlineExceeded(
@@ -217,6 +208,24 @@ class NixlTransport:
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_POLL_S)
+
+    def poll(self, operation: Operation) -> bool:
+        assert isinstance(operation, _Copy)
+        if operation.is_done:
+            return True
+        if operation.handle is None:
+            raise TransportError(f"the copy with {operation.peer} failed or was cancelled before")
+        try:
+            state = self._call("wait", lambda: self._live().check_xfer_state(operation.handle))
+        except TransportError:
+            self._finish(operation)
+            raise
+        return self._settle(operation, state)
+
+    def cancel(self, operation: Operation) -> None:
+        assert isinstance(operation, _Copy)
+        if not operation.is_done:
+            self._finish(operation)
 
     def _settle(self, copy: _Copy, state: str) -> bool:
         """Whether `copy` is done, in NIXL's words for its state. Raises TransportError if it failed."""

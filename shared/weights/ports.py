@@ -100,6 +100,13 @@ class Transport(Protocol):
             TransportError: it failed, for example because the peer died.
         """
 
+    def poll(self, operation: Operation) -> bool:
+        """Whether the copy is done; does not block for longer than a look takes. Raises TransportError if it
+        failed."""
+
+    def cancel(self, operation: Operation) -> None:
+        """Give up a copy that is not done: its target holds rubbish, and its peer must be connected anew."""
+
     def release(self, descriptors: Descriptors) -> None:
         """Give back what a prepared list holds."""
 

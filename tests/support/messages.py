@@ -1,6 +1,18 @@
 """One example of every message on the bus."""
 
-from shared.contracts import base, gps, monitor, planner, rank, replica, reward, role, rollout, trainer
+from shared.contracts import (
+    base,
+    gps,
+    gps_cluster,
+    monitor,
+    planner,
+    rank,
+    replica,
+    reward,
+    role,
+    rollout,
+    trainer,
+)
 from shared.contracts.base import Message
 from shared.ids import Role
 
@@ -42,7 +54,61 @@ TRAIN_SAMPLE = rank.TrainSample(
     advantage=1.0,
 )
 
+COMMIT = gps_cluster.VersionCommit(
+    model="policy", version=4, write_id="w4", checksum="ab", holders={"0": "ab"}, source="rank-0"
+)
+SLICE = gps_cluster.SliceBox(tensor="w", start=(0, 0), shape=(2, 4))
+NODE_MESSAGES: tuple[Message, ...] = (
+    gps_cluster.AbortWrite(write_id="w5", reason="node 1 was lost"),
+    gps_cluster.BeginWrite(
+        node=1,
+        request=gps.WriteRequest(
+            model="policy",
+            version=5,
+            writer="rank-0",
+            writers=("rank-0",),
+            boxes=(gps.TensorBox(tensor="w", flat_start=0, flat_count=8),),
+            attempt="a",
+        ),
+    ),
+    gps_cluster.ClusterView(
+        epoch=3,
+        group_size=2,
+        groups=((0, 1), (2, 3)),
+        members=(gps_cluster.ClusterMember(node=0, state="serving", incarnation="a1"),),
+    ),
+    gps_cluster.DescribePeer(node=1, digest="d"),
+    gps_cluster.FetchSlices(
+        write_id="w5", model="policy", sender=0, region="b1", is_staging=True, slices=(SLICE,)
+    ),
+    gps_cluster.FlipVersion(commit=COMMIT),
+    gps_cluster.HashSlices(model="policy", region="b1", is_staging=False, slices=(SLICE,)),
+    gps_cluster.LeaseVersion(
+        model="policy", version=4, lineage=0, receiver="rollout-0", lease_s=30.0, digest="d"
+    ),
+    gps_cluster.NodeHeartbeat(node=0, incarnation="a1"),
+    gps_cluster.OpenSpare(model="policy", version=5, write_id="w5", wait_s=30.0, after=COMMIT),
+    gps_cluster.QueryWrite(write_id="w5"),
+    gps_cluster.ReleaseVersion(lease_id="l1"),
+    gps_cluster.SealShard(write_id="w5"),
+    gps_cluster.ShardSealed(checksum="ab"),
+    gps_cluster.SlicesHashed(checksums=("ab",)),
+    gps_cluster.SpareOpened(spare="b2", staging="s1"),
+    COMMIT,
+    gps_cluster.VersionLeased(lease_id="l1", region="b1"),
+    gps_cluster.WriteBegun(write_id="w5", version=5),
+    gps_cluster.WriterDone(write_id="w5", writer="rank-0", node=1),
+    gps.PeerInfo(
+        transport="nixl",
+        agent="run/gps-0/a1",
+        metadata="bWV0YQ==",
+        regions=(gps.PeerRegion(name="b1", address=4096, nbytes=64),),
+    ),
+    gps.WriteStatus(write_id="w5", version=5, committed=False, pending_writers=("rank-1",)),
+)
+
 EXAMPLES: tuple[Message, ...] = (
+    *NODE_MESSAGES,
     base.Done(),
     base.Failure(code="conflict", message="taken", data={"device": 1}),
     gps.PolicyVersion(model="policy", version=4, layout_epoch=1, checksum="abc", source="rank"),

@@ -23,6 +23,7 @@ from shared.errors import BusError, Conflict, InvalidRequest, NotFound, PivotErr
 from shared.layout.tensor_layout import FlatRange, zero_range
 from shared.layout.transfer_plan import Link
 from shared.runtime.http import make_app
+from shared.runtime.run_folder import RunFolder
 from shared.weights.checksum import checksum_bytes
 from shared.weights.gps_client import GpsClient
 from shared.weights.host_pool import SHM_FOLDER, HostPool, map_view
@@ -59,7 +60,12 @@ class House:
             lambda: asyncio.get_running_loop().time(),
             Manifest(tmp_path / "gps.json"),
         )
-        app = make_app("gps", token=TOKEN, routers=[gps_router(self.service)], ready=self.service.waits_for)
+        app = make_app(
+            "gps",
+            token=TOKEN,
+            routers=[gps_router(self.service, RunFolder(tmp_path))],
+            ready=self.service.waits_for,
+        )
         self.transport = httpx.ASGITransport(app)
         self.client = GpsClient("http://gps", token=TOKEN, transport=self.transport, deadline_s=20)
 

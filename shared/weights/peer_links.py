@@ -1,0 +1,218 @@
+"""A transport for asyncio: one thread owns it, copies from several peers run at once, nothing waits for ever.
+
+    pull(pulls, deadline_s)     starts every copy, looks at all of them in turn, returns when all are done
+    a copy fails, or is late    all are cancelled, the peer is forgotten (a late byte must find no way in),
+                                and the error names the peer
+
+A call of the library that does not come back keeps the thread; whoever waits for it, or behind it, gets
+`DeadlineExceeded`.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from shared.contracts.gps import PeerInfo
+from shared.errors import DeadlineExceeded, TransportError
+from shared.layout.spans import Spans, merge_spans
+from shared.weights.ports import Descriptors, Memory, Operation, Transport
+
+T = TypeVar("T")
+_CALL_DEADLINE_S, _REGISTER_DEADLINE_S = 20.0, 600.0
+_LOOK_S, _PAUSE_S = 2e-3, 100e-6
+MAX_LISTS = 256
+"""Prepared lists kept, the latest used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Copy `theirs` of `remote_region` of `peer` to `ours` of `local_region`, row by row (bytes).
+
+    Pulls of equal `key` have equal spans: their descriptor lists are prepared once.
+    """
+
+    peer: PeerInfo
+    remote_region: str
+    theirs: Spans
+    local_region: str
+    ours: Spans
+    key: str
+
+
+Key = tuple[str, str, str, str]
+"""Agent, its region, own region, key of the spans."""
+
+
+@dataclass(slots=True)
+class _Copy:
+    pull: Pull
+    key: Key
+    operation: Operation
+    is_done: bool = False
+
+
+@dataclass(slots=True)
+class _Batch:
+    copies: list[_Copy] = field(default_factory=list)
+
+
+class PeerLinks:
+    """`make` opens the transport, in its thread. `role` names this process in errors."""
+
+    def __init__(self, make: Callable[[], Transport], role: str) -> None:
+        self._make, self._role = make, role
+        self._thread = ThreadPoolExecutor(1, "transport")
+        self._transport: Transport | None = None
+        self._peers: dict[str, PeerInfo] = {}
+        self._lists: dict[Key, tuple[Descriptors, Descriptors]] = {}
+        self._batches: list[_Batch] = []
+
+    @property
+    def num_lists(self) -> int:
+        return len(self._lists)
+
+    async def start(self) -> None:
+        """Raises TransportError."""
+        self._transport = await self._call("start", self._role, self._make, _CALL_DEADLINE_S)
+
+    async def register(self, region: str, memory: Memory) -> None:
+        await self._call(
+            "register", self._role, lambda: self._live().register(region, memory), _REGISTER_DEADLINE_S
+        )
+
+    async def unregister(self, region: str) -> None:
+        """Forget `region` and the lists over it."""
+
+        def work() -> None:
+            self._drop([key for key in self._lists if key[2] == region])
+            self._live().unregister(region)
+
+        await self._call("unregister", self._role, work, _CALL_DEADLINE_S)
+
+    async def describe(self) -> PeerInfo:
+        return await self._call("describe", self._role, lambda: self._live().describe(), _CALL_DEADLINE_S)
+
+    async def explain(self) -> str:
+        return await self._call("explain", self._role, lambda: self._live().explain(), _CALL_DEADLINE_S)
+
+    async def forget(self, agent: str) -> None:
+        """A peer is gone: its copies, its lists and its endpoint go."""
+        await self._call("disconnect", agent, lambda: self._forget(agent), _CALL_DEADLINE_S)
+
+    async def pull(self, pulls: Sequence[Pull], deadline_s: float) -> int:
+        """Bytes copied, when all are.
+
+        Raises:
+            DeadlineExceeded: names the first peer that was not done.
+            TransportError: a copy failed; it names the peer.
+        """
+        end_s = time.monotonic() + deadline_s
+        names = ", ".join(dict.fromkeys(pull.peer.agent for pull in pulls))
+        batch = _Batch()
+        try:
+            await self._call("copy", names, lambda: self._start(batch, pulls), deadline_s)
+            while not await self._call("copy", names, lambda: self._look(batch), deadline_s):
+                if time.monotonic() >= end_s:
+                    late = next(copy.pull.peer.agent for copy in batch.copies if not copy.is_done)
+                    raise DeadlineExceeded(role=self._role, peer=late, phase="copy", deadline_s=deadline_s)
+        except BaseException:
+            await asyncio.shield(self._call("cancel", names, lambda: self._give_up(batch), _CALL_DEADLINE_S))
+            raise
+        return sum(copy.operation.nbytes for copy in batch.copies)
+
+    async def close(self) -> None:
+        """Raises DeadlineExceeded if the library does not let go."""
+        transport = self._transport
+        try:
+            if transport is not None:
+                await self._call("close", self._role, transport.close, _CALL_DEADLINE_S)
+        finally:
+            self._transport = None
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # in the thread
+
+    def _start(self, batch: _Batch, pulls: Sequence[Pull]) -> None:
+        self._batches.append(batch)
+        for pull in pulls:
+            with _blaming(pull.peer.agent):
+                if self._peers.get(pull.peer.agent) != pull.peer:
+                    self._forget(pull.peer.agent)
+                    self._live().connect(pull.peer)
+                    self._peers[pull.peer.agent] = pull.peer
+                key = (pull.peer.agent, pull.remote_region, pull.local_region, pull.key)
+                near, far = self._prepared(pull, key)
+                batch.copies.append(_Copy(pull, key, self._live().read(near, far)))
+
+    def _prepared(self, pull: Pull, key: Key) -> tuple[Descriptors, Descriptors]:
+        found = self._lists.pop(key, None)
+        if found is None:
+            ours, theirs = merge_spans(pull.ours, pull.theirs)
+            near = self._live().prepare_local(pull.local_region, ours)
+            found = near, self._live().prepare_remote(pull.peer.agent, pull.remote_region, theirs)
+        self._lists[key] = found
+        if len(self._lists) > MAX_LISTS:
+            in_use = {copy.key for batch in self._batches for copy in batch.copies}
+            self._drop([old for old in self._lists if old != key and old not in in_use][:1])
+        return found
+
+    def _drop(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            for descriptors in self._lists.pop(key):
+                self._live().release(descriptors)
+
+    def _look(self, batch: _Batch) -> bool:
+        """Looks again and again, for a moment: whether all copies are done."""
+        until_s = time.monotonic() + _LOOK_S
+        while True:
+            for copy in batch.copies:
+                if not copy.is_done:
+                    with _blaming(copy.pull.peer.agent):
+                        copy.is_done = self._live().poll(copy.operation)
+            if all(copy.is_done for copy in batch.copies):
+                self._batches.remove(batch)
+                return True
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(_PAUSE_S)
+
+    def _give_up(self, batch: _Batch) -> None:
+        for agent in {copy.pull.peer.agent for copy in batch.copies if not copy.is_done}:
+            self._forget(agent)
+        if batch in self._batches:
+            self._batches.remove(batch)
+
+    def _forget(self, agent: str) -> None:
+        for batch in self._batches:
+            for copy in batch.copies:
+                if copy.pull.peer.agent == agent and not copy.is_done:
+                    self._live().cancel(copy.operation)
+        self._drop([key for key in self._lists if key[0] == agent])
+        if self._peers.pop(agent, None) is not None:
+            self._live().disconnect(agent)
+
+    def _live(self) -> Transport:
+        if self._transport is None:
+            raise TransportError(f"the transport of {self._role} is not open")
+        return self._transport
+
+    async def _call(self, phase: str, peer: str, work: Callable[[], T], deadline_s: float) -> T:
+        future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.wait_for(asyncio.shield(future), deadline_s)
+        except TimeoutError:
+            raise DeadlineExceeded(role=self._role, peer=peer, phase=phase, deadline_s=deadline_s) from None
+
+
+@contextlib.contextmanager
+def _blaming(agent: str) -> Iterator[None]:
+    """A failed copy names its peer."""
+    try:
+        yield
+    except TransportError as error:
+        error.data.setdefault("peer", agent)
+        raise
