@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from shared.planning.plan import (
     WorkloadObserved,
 )
 from shared.planning.policy import Policy
+from shared.planning.record import Decided, Entry, Started, observed, to_line
 from shared.planning.workload import TrainingActivity, TrainingState, WorkloadState
 from shared.runtime.clock import Clock
 from shared.runtime.logs import trace_scope
@@ -71,6 +73,8 @@ class PlannerService:
         self.shifts: deque[ShiftEvent] = deque(maxlen=MAX_PLANS)
         self.last_decision: dict[str, Any] | None = None
         executor.on_event = self.shifts.append
+        self._recorded: Policy | None = None
+        """The policy whose start is in the journal; a restart replaces it."""
         self._num_records = 0
         self._finished = False
 
@@ -81,7 +85,11 @@ class PlannerService:
             await self._step(Paused())
         if not message.ready or message.now_s < self._settled_s:
             return
-        await self._step(WorkloadObserved(workload_state(message)))
+        measured = {
+            load.role.value: sum(replica.tokens_per_s for replica in load.replicas)
+            for load in (message.rollout, message.reward)
+        }
+        await self._step(WorkloadObserved(workload_state(message)), measured)
 
     async def request_shift(self, role: Role, replicas: tuple[str, ...], dry_run: bool) -> dict[str, Any]:
         """A person's shift. Raises InvalidRequest with the policy's reason if it is refused."""
@@ -137,10 +145,15 @@ class PlannerService:
 
     # Carrying out
 
-    async def _step(self, event: PlannerEvent) -> list[PlannerEffect]:
+    async def _step(
+        self, event: PlannerEvent, measured: Mapping[str, float] | None = None
+    ) -> list[PlannerEffect]:
         now_s = self._clock.now_s()
+        if self._recorded is not self.policy:
+            self._recorded = self.policy
+            self._write(Entry(now_s, Started(self.config, self.cluster, self.policy.allocation)))
         effects = self.policy.step(event, now_s)
-        self._record(now_s, event, effects)
+        self._record(now_s, event, effects, measured or {})
         record: PlanRecord | None = None
         for effect in effects:
             match effect:
@@ -192,15 +205,20 @@ class PlannerService:
         except PivotError as error:  # the shift that follows matters more than its record
             log.warning("plan %s is not on the bus: %s", plan_id, error.message)
 
-    def _record(self, now_s: float, event: PlannerEvent, effects: list[PlannerEffect]) -> None:
-        """One line per decision, from which the policy can be replayed."""
-        line = {
-            "now_s": now_s,
-            "event": type(event).__name__,
-            "values": plain(event),
-            "effects": [{"effect": type(e).__name__, **plain(e)} for e in effects],
-        }
-        self._decisions.write(json.dumps(line) + "\n")
+    def _record(
+        self, now_s: float, event: PlannerEvent, effects: list[PlannerEffect], measured: Mapping[str, float]
+    ) -> None:
+        """One line per event, from which decisions can be made again: `pivotrl replay`."""
+        records = [effect.record for effect in effects if isinstance(effect, PlanRecorded)]
+        decided = Decided.of(records[0]) if records else None
+        if isinstance(event, WorkloadObserved):
+            kept = event if decided else None  # nothing could be decided, so the state is not needed
+            self._write(Entry(now_s, kept, decided, observed(event.state), measured))
+        else:
+            self._write(Entry(now_s, event, decided))
+
+    def _write(self, entry: Entry) -> None:
+        self._decisions.write(json.dumps(to_line(entry), separators=(",", ":")) + "\n")
         self._decisions.flush()
 
     # Start

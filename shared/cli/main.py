@@ -23,6 +23,7 @@ from shared.cli.decode import print_decoded
 from shared.cli.decode import tap as tap_bus
 from shared.cli.local_run import EXPORT_NAME, LocalRun, audit_of, living_supervisor, plain_audit
 from shared.cli.progress import Progress
+from shared.cli.replay import replay_run
 from shared.cli.sim import sim
 from shared.cli.tables import placement_table, steps_table
 from shared.errors import ConfigError, NotFound, PivotError
@@ -49,6 +50,7 @@ def main() -> None:
 
 
 app.command()(sim)
+app.command("replay")(replay_run)
 
 
 @app.command()

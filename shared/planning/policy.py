@@ -129,6 +129,11 @@ class ShiftPolicy(ABC):
             "training_holds": self._allocation.training_holds,
         }
 
+    def adopt(self, plan: ShiftPlan) -> None:
+        """Take a plan decided elsewhere as the one in flight; the replay of a recorded run does."""
+        self._num_plans += 1
+        self._in_flight = plan
+
     # For subclasses
 
     def plan_for(

@@ -27,7 +27,10 @@ from shared.inference.records import SequenceRecord
 from shared.planning.cluster import Allocation
 from shared.planning.config import PlannerConfig, PolicyName, RolePlanning
 from shared.planning.policies import initial_allocation, make_policy
+from shared.planning.record import from_line
+from shared.planning.replay import replay
 from shared.runtime.http import make_app
+from shared.runtime.journal import read_journal
 from shared.runtime.run_folder import RunFolder
 from shared.scheduling.staleness import num_issuable
 from shared.scheduling.throughput import CPU_SMOLLM2_135M
@@ -174,6 +177,10 @@ async def test_a_whole_run_ends_with_every_sample_trained_once(
         assert sum(run.monitor.timeline.device_seconds(now_s).values()) == pytest.approx(
             sum(now_s - min(s.start_s for s in spans if s.device == d) for d in SPEC.devices)
         )
+        entries = [from_line(line) for line in read_journal(tmp_path / "decisions.jsonl")]
+        found = replay(entries, lambda config: config)
+        assert found.num_decisions == found.num_reproduced > 0, "the journal is enough to decide again"
+        assert found.num_shifts_recorded > 0
 
 
 @pytest.mark.parametrize("seed", range(2))
