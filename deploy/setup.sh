@@ -27,5 +27,6 @@ quiet "$venv/bin/python" -m pip install --disable-pip-version-check --no-deps --
 if [ -z "${NO_KERNELS:-}" ]; then       # else at first use: an image may run on another processor
   echo "Compiling DeepSpeed's optimizer (once, about a minute) ..."
   quiet "$venv/bin/python" -m services.trainer.kernels
+  quiet "$venv/bin/python" -c "from shared.scheduling.migration import warm_up; warm_up()"  # ten seconds
 fi
 echo "Done."

@@ -20,6 +20,7 @@ from shared.scheduling.migration import (
     shift_down,
     shift_up,
     tie_order,
+    warm_up,
 )
 from shared.scheduling.throughput import H20_7B_TP1, H200_30B_A3B_TP1, UNIT
 from tests.support import reference
@@ -180,3 +181,38 @@ def test_a_closed_replica_takes_nothing():
     loads.set_open(0, True)
     assert loads.best(10, 1_000) == 0
     assert loads.best(10, 1_001) is None
+
+
+def test_without_a_folder_for_compiled_loops_they_are_compiled_each_time(monkeypatch):
+    from shared.scheduling import kernels as module
+
+    asked = []
+
+    def njit(**options):
+        asked.append(options.get("cache", False))
+        if options.get("cache"):
+            raise RuntimeError("no locator available for file")
+        return lambda function: function
+
+    monkeypatch.setattr(module.numba, "njit", njit)
+    assert module.kernel(len) is len
+    assert asked == [True, False]
+
+
+def test_warming_up_compiles_all_that_decisions_call():
+    from shared.scheduling import kernels as module
+    from shared.scheduling import placement
+
+    warm_up()
+    called = ("change", "best", "place", "add_all", "take_off", "build_heaps", "push_all", "moves")
+    assert all(getattr(module, name).signatures for name in called)
+    assert placement.place_all.signatures
+    before = {name: len(getattr(module, name).signatures) for name in called}
+    _, loads, sequences, new = case(H20_7B_TP1, [9_000] * 70, [50] * 200, range(200), [60] * 9, 60)
+    shift_up(loads, sequences, Heaps.of(sequences, 70), new)
+    shift_down(loads, sequences, [0, 1])
+    loads.place(10, 20)
+    assert {name: len(getattr(module, name).signatures) for name in called} == before, (
+        "none is compiled later"
+    )
+    assert len(placement.place_all.signatures) == 1
