@@ -332,9 +332,9 @@ class Scheduler:
         self._loads = ReplicaLoads(self._model, self._capacity)
         for replica, sequences in self._on.items():
             at = self._loads.index[replica]
-            for sequence in sequences:
-                state = self._sequences[sequence]
-                self._loads.change(at, 1, state.length, self._need(state))
+            states = [self._sequences[sequence] for sequence in sequences]
+            tokens, need = sum(state.length for state in states), sum(self._need(state) for state in states)
+            self._loads.change(at, len(states), tokens, need)
             self._loads.set_open(at, replica not in self._leaving)
 
     # Dispatch
