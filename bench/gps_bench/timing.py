@@ -3,22 +3,37 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 
-def interleaved(work: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, in rounds: every round does each once, so that a busy moment hits all alike.
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each thing in each round."""
+
+    rounds: Mapping[str, list[float]]
+
+    def median_s(self, name: str) -> float:
+        return statistics.median(self.rounds[name])
+
+    def ratio(self, limit: str, name: str) -> float:
+        """Speed of `name` over the speed of `limit`: the median of the rounds' ratios."""
+        pairs = zip(self.rounds[limit], self.rounds[name], strict=True)
+        return round(statistics.median(a / b for a, b in pairs), 3)
+
+    def gb_per_s(self, nbytes: int, name: str) -> float:
+        return round(nbytes / self.median_s(name) / 1e9, 3)
+
+
+def interleaved(work: Mapping[str, Callable[[], object]], repeats: int) -> Times:
+    """Do each of `work` once a round, so that a busy moment hits all alike.
 
     One round before the first is not counted.
     """
-    times: dict[str, list[float]] = {name: [] for name in work}
+    rounds: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(repeats + 1):
         for name, do in work.items():
             begin = time.perf_counter()
             do()
             if turn:
-                times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def gb_per_s(nbytes: int, seconds: float) -> float:
-    return round(nbytes / seconds / 1e9, 3)
+                rounds[name].append(time.perf_counter() - begin)
+    return Times(rounds)

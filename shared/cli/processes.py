@@ -9,6 +9,7 @@ from shared.runtime.config import RunConfig
 from shared.runtime.run_folder import KERNEL_CACHE, Endpoints, RunFolder
 from shared.runtime.supervisor import ProcessSpec
 from shared.runtime.topology import cluster_of, rank_devices
+from shared.weights.host_copy import copy_environment
 
 ENGINE_START_S = 300.0
 RANK_START_S = 900.0
@@ -88,6 +89,7 @@ def _engine_env(config: RunConfig, devices: str, core: int) -> tuple[tuple[str, 
         ("VLLM_LOGGING_LEVEL", "WARNING"),
         ("HF_HUB_OFFLINE", "1"),
         ("TOKENIZERS_PARALLELISM", "false"),
+        *copy_environment(os.environ),
     )
     if config.cluster.kind == "cuda":
         return (*common, ("CUDA_VISIBLE_DEVICES", devices))
@@ -104,6 +106,7 @@ def _rank_env(config: RunConfig, device: int, cores: int) -> tuple[tuple[str, st
         ("TORCH_EXTENSIONS_DIR", os.environ.get("TORCH_EXTENSIONS_DIR", str(KERNEL_CACHE))),
         ("HF_HUB_OFFLINE", "1"),
         ("TOKENIZERS_PARALLELISM", "false"),
+        *copy_environment(os.environ),
     )
     if config.cluster.kind == "cuda":
         return (*common, ("CUDA_VISIBLE_DEVICES", str(device)))

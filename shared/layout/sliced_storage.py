@@ -28,7 +28,8 @@ from shared.layout.tensor_layout import Box, FlatRange, Layout, Region
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """The part of slice `stored` (which begins at element `offset` of the tensor's storage) inside a box."""
+    """The part `common` of what is `stored` row-major from element `offset` on: a slice, or several that
+    stack."""
 
     offset: int
     stored: Box
@@ -66,21 +67,39 @@ class SlicedStorage:
         return {}
 
     def pieces_of(self, box: Box) -> tuple[StoredPiece, ...]:
-        """What of each slice lies in `box`, in storage order."""
+        """What of each slice lies in `box`, in storage order.
+
+        Neighbours that continue each other in rows are one piece: together they are row-major as well.
+        """
         if box not in self._known:
             starts, stops, offsets = self._bounds
             low = np.maximum(starts, np.array(box.start, np.int64))
             high = np.minimum(stops, np.array(box.stop, np.int64))
             meets = np.flatnonzero((high > low).all(axis=1)).tolist()
-            self._known[box] = tuple(
-                StoredPiece(
-                    int(offsets[i]),
-                    self.boxes[i],
-                    Box(tuple(low[i].tolist()), tuple((high - low)[i].tolist())),
-                )
-                for i in meets
-            )
+            pieces: list[StoredPiece] = []
+            for i in meets:
+                common = Box(tuple(low[i].tolist()), tuple((high - low)[i].tolist()))
+                piece = StoredPiece(int(offsets[i]), self.boxes[i], common)
+                joined = _joined(pieces[-1], piece) if pieces else None
+                pieces[-1:] = [joined] if joined else [*pieces[-1:], piece]
+            self._known[box] = tuple(pieces)
         return self._known[box]
+
+
+def _joined(left: StoredPiece, right: StoredPiece) -> StoredPiece | None:
+    """Both as one, if `right` has the next rows in storage, in the tensor and in the box."""
+    if not left.stored.start or right.offset != left.offset + left.stored.numel:
+        return None
+    stored, common = _stacked(left.stored, right.stored), _stacked(left.common, right.common)
+    return StoredPiece(left.offset, stored, common) if stored and common else None
+
+
+def _stacked(upper: Box, lower: Box) -> Box | None:
+    if upper.start[1:] != lower.start[1:] or upper.shape[1:] != lower.shape[1:]:
+        return None
+    if lower.start[0] != upper.start[0] + upper.shape[0]:
+        return None
+    return Box(upper.start, (upper.shape[0] + lower.shape[0], *upper.shape[1:]))
 
 
 def _relative(box: Box, to: Box) -> Box:
