@@ -36,6 +36,7 @@ class ClusterSpec:
     training_devices: frozenset[DeviceId]
     _by_id: dict[ReplicaId, ReplicaSlot] = field(init=False, repr=False, compare=False)
     _by_device: dict[DeviceId, tuple[ReplicaSlot, ...]] = field(init=False, repr=False, compare=False)
+    _of_role: dict[Role, tuple[ReplicaSlot, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_id", {slot.id: slot for slot in self.slots})
@@ -56,6 +57,9 @@ class ClusterSpec:
             )
         for slot in self.slots:
             self._check_slot(slot)
+        by_device = sorted(self.slots, key=lambda s: min(s.devices))
+        of_role = {role: tuple(slot for slot in by_device if slot.role is role) for role in Role}
+        object.__setattr__(self, "_of_role", of_role)
 
     def _check_slot(self, slot: ReplicaSlot) -> None:
         name = f"slots[{slot.id}]"
@@ -88,7 +92,7 @@ class ClusterSpec:
 
     def slots_of(self, role: Role) -> list[ReplicaSlot]:
         """All slots of a role, by lowest device."""
-        return sorted((s for s in self.slots if s.role is role), key=lambda s: min(s.devices))
+        return list(self._of_role[role])
 
     def overlapping(self, devices: Iterable[DeviceId], role: Role | None = None) -> list[ReplicaSlot]:
         """Slots (of `role`) that use any of `devices`, in replica order."""

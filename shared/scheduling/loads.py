@@ -121,9 +121,8 @@ class ReplicaLoads:
     # Many sequences, by number: `lengths` and `needs` are vectors over all of them
 
     def add_all(self, lengths: Integers, needs: Integers, homes: Integers) -> None:
-        """Add every sequence to its home; a negative home is none."""
-        most = int(np.bincount(homes[homes >= 0]).max(initial=0))
-        self._reserve(int(self._matrix[N].max(initial=0)) + most)
+        """Add every sequence to its home; a negative home is none. Copies are ready to place all of them."""
+        self._reserve(int(self._matrix[N].max(initial=0)) + len(homes))
         self._kernels.add_all(self._matrix, self._overheads, self._attention, lengths, needs, homes)
 
     def take_off(self, lengths: Integers, needs: Integers, homes: Integers, gone: Integers) -> None:
