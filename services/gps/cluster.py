@@ -58,6 +58,7 @@ class _LocalWrite:
     """Writers of an open Write that copy to this node."""
 
     request: WriteRequest
+    leader: int
     parts: dict[str, WriterPart] = field(default_factory=dict)
 
 
@@ -149,7 +150,7 @@ class ClusterService:
         model = holder.store.model(request.model)
         checked_parts(model.specs, request.boxes)
         part = holder.store.check_write(request)
-        begun = await self._of_leader(
+        begun, coordinator = await self._of_leader(
             "begin",
             BeginWrite(node=cluster.node, request=request),
             WriteBegun,
@@ -158,7 +159,7 @@ class ClusterService:
         path, memory = holder.staging(request.model, begun.write_id)
         for old in [write_id for write_id in self._writes if not holder.has_open(write_id)]:
             del self._writes[old]
-        mine = self._writes.setdefault(begun.write_id, _LocalWrite(request))
+        mine = self._writes.setdefault(begun.write_id, _LocalWrite(request, coordinator))
         mine.parts[request.writer] = part
         view = PoolView(path=path, nbytes=memory.nbytes, tensors=cluster.canonical(request.model).tensors)
         return WriteGrant(write_id=begun.write_id, model=request.model, version=begun.version, view=view)
@@ -194,7 +195,8 @@ class ClusterService:
                 "Send one per box, in the order of the boxes",
             )
         await self._verify(write_id, mine, commit, part.parts)
-        status = await self._of_leader(
+        status = await self._of_coordinator(
+            write_id,
             "done",
             WriterDone(write_id=write_id, writer=commit.writer, node=self.holder.cluster.node),
             WriteStatus,
@@ -229,8 +231,8 @@ class ClusterService:
         if status := self._committed(write_id):
             return status
         query = QueryWrite(write_id=write_id)
-        return await self._of_leader(
-            "status", query, WriteStatus, self.holder.cluster.config.control_deadline_s
+        return await self._of_coordinator(
+            write_id, "status", query, WriteStatus, self.holder.cluster.config.control_deadline_s
         )
 
     async def abandon(self, write_id: str) -> None:
@@ -238,7 +240,8 @@ class ClusterService:
         if self._committed(write_id):
             raise Conflict(f"Write {write_id} is committed", write_id=write_id, field="write_id")
         message = AbortWrite(write_id=write_id, reason="its writer gave it up")
-        await self._of_leader("abandon", message, Done, 2 * self.holder.cluster.config.control_deadline_s)
+        limit_s = 2 * self.holder.cluster.config.control_deadline_s
+        await self._of_coordinator(write_id, "abandon", message, Done, limit_s)
 
     def _committed(self, write_id: str) -> WriteStatus | None:
         for commit in self.holder.cluster.commits.values():
@@ -257,8 +260,19 @@ class ClusterService:
             remedy=remedy,
         )
 
-    async def _of_leader(self, command: str, message: Message, reply: type[R], deadline_s: float) -> R:
-        """Ask whoever leads. A view that is behind is read again once."""
+    async def _of_coordinator(
+        self, write_id: str, command: str, message: Message, reply: type[R], deadline_s: float
+    ) -> R:
+        """Ask the node that opened the Write: another one may lead by now."""
+        mine = self._writes.get(write_id)
+        if mine is not None:
+            return await self.holder.cluster.ask(mine.leader, command, message, reply, deadline_s=deadline_s)
+        return (await self._of_leader(command, message, reply, deadline_s))[0]
+
+    async def _of_leader(
+        self, command: str, message: Message, reply: type[R], deadline_s: float
+    ) -> tuple[R, int]:
+        """The answer of whoever leads, and who that is. A view that is behind is read again once."""
         cluster = self.holder.cluster
         for attempt in (1, 2):
             node = leader(cluster.view)
@@ -268,7 +282,7 @@ class ClusterService:
                     f"no node serves: nobody can coordinate. {remedy}", field="model", remedy=remedy
                 )
             try:
-                return await cluster.ask(node, command, message, reply, deadline_s=deadline_s)
+                return await cluster.ask(node, command, message, reply, deadline_s=deadline_s), node
             except Conflict as error:
                 if attempt == 2 or "does not lead" not in error.message:
                     raise

@@ -83,8 +83,8 @@ async def open_cluster(ctx: ServiceContext, config: GpsSection) -> ClusterServic
     await ctx.bus.ensure_bucket(ctx.subjects.policy_bucket)
     await ctx.bus.subscribe(ctx.subjects.gps_heartbeat, service.members.hear)
     await NodeCommands(service).serve()
-    await service.members.enter()
     ctx.spawn(service.members.heartbeat(), "heartbeat")
+    await service.members.enter()
     ctx.spawn(service.members.live(), "members")
     ctx.exits.push_async_callback(service.members.leave)
     return service

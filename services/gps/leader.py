@@ -50,6 +50,7 @@ class _Open:
     write: ClusterWrite
     regions: dict[int, SpareOpened]
     revision: int
+    moving: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True)
@@ -63,7 +64,6 @@ class Leader:
     committed: Callable[[VersionCommit], Awaitable[None]]
     _open: dict[str, _Open] = field(default_factory=dict)
     _locks: dict[str, asyncio.Lock] = field(default_factory=dict)
-    _running: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def begin(self, message: BeginWrite) -> WriteBegun:
         """Open or join. Raises Conflict, InvalidRequest; DeadlineExceeded if a node does not answer."""
@@ -125,6 +125,9 @@ class Leader:
         except PivotError as error:
             await self._abort(write, error.message)
             raise
+        if write.lose(serving(cluster.view)):
+            await self._tell_aborted(write)
+            self._check_alive(write)
         self._open[request.model] = _Open(write, regions, revision)
         return self._open[request.model]
 
@@ -132,10 +135,11 @@ class Leader:
         """A writer's bytes are on its node; the last one's call ends when the version is readable."""
         found = self._find(message.write_id)
         if found.write.finish(message.writer, message.node):
-            task = asyncio.create_task(self._move(found))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-            await asyncio.shield(task)
+            found.moving = asyncio.create_task(self._move(found))
+            await asyncio.wait([found.moving])
+            if found.moving.cancelled():
+                self._check_alive(found.write)
+            found.moving.result()
         return found.write.status()
 
     async def _move(self, found: _Open) -> None:
@@ -245,6 +249,8 @@ class Leader:
         """End the Writes that lost a node."""
         for found in list(self._open.values()):
             if found.write.lose(serving(self.cluster.view)):
+                if found.moving is not None:
+                    found.moving.cancel()  # nobody waits for the deadline of a node that is known to be lost
                 await self._tell_aborted(found.write)
 
     async def _abort(self, write: ClusterWrite, reason: str) -> None:

@@ -110,6 +110,7 @@ class Silence:
     dead_after_s: float
     _heard: dict[int, tuple[str, float]] = field(default_factory=dict)
     _left: set[tuple[int, str]] = field(default_factory=set)
+    _seen: dict[tuple[int, str], float] = field(default_factory=dict)
     _self_heard_s: float | None = None
     _since_s: float | None = None
 
@@ -127,20 +128,27 @@ class Silence:
         return self._self_heard_s is None or now_s - self._self_heard_s > self.dead_after_s / 2
 
     def lost(self, view: ClusterView, now_s: float) -> list[ClusterMember]:
-        """Members of `view` that left or are silent, lowest node first."""
+        """Members of `view` that left or are silent, lowest node first. A life gets a full term from when
+        the view first named it."""
         found = []
-        for member in view.members:
-            if member.state == "gone" or member.node == self.node:
-                continue
+        here = [m for m in view.members if m.state != "gone" and m.node != self.node]
+        lives = {(member.node, member.incarnation) for member in here}
+        self._seen = {life: self._seen.get(life, now_s) for life in lives}
+        self._left &= lives
+        for member in here:
+            life = (member.node, member.incarnation)
             incarnation, heard_s = self._heard.get(member.node, ("", float("-inf")))
-            if (member.node, member.incarnation) in self._left:
+            is_other = incarnation != member.incarnation
+            if life in self._left:
                 found.append(member)
             elif self.is_cut_off(now_s) or self._since_s is None:
                 continue
-            elif incarnation != member.incarnation and heard_s > self._since_s:
+            elif is_other and heard_s > max(self._since_s, self._seen[life]):
                 found.append(member)  # a new life speaks: the old one is over
-            elif now_s - max(heard_s, self._since_s) > self.dead_after_s:
-                found.append(member)
+            else:
+                spoke_s = self._seen[life] if is_other else max(heard_s, self._seen[life])
+                if now_s - max(spoke_s, self._since_s) > self.dead_after_s:
+                    found.append(member)
         return found
 
     def should_tell(self, view: ClusterView, now_s: float) -> bool:

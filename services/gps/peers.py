@@ -13,7 +13,7 @@ from shared.contracts.base import Message
 from shared.contracts.gps import PeerInfo
 from shared.contracts.gps_cluster import ClusterView, DescribePeer, VersionCommit
 from shared.contracts.subjects import Subjects
-from shared.errors import DeadlineExceeded, TransportError
+from shared.errors import DeadlineExceeded, NoResponder, TransportError
 from shared.layout.tensor_layout import TensorSpec
 from shared.runtime.config import GpsSection
 from shared.weights.peer_links import PeerLinks
@@ -77,16 +77,32 @@ class Cluster:
     async def ask(
         self, node: int, command: str, message: Message, reply: type[M], *, deadline_s: float | None = None
     ) -> M:
-        """A command to `node`. Its error is raised here; DeadlineExceeded names it and the command."""
-        return await self.bus.request(
-            self.subjects.gps_node(node, command),
-            message,
-            reply,
-            deadline_s=self.config.control_deadline_s if deadline_s is None else deadline_s,
-            role=self.name,
-            peer=f"gps-{node}",
-            phase=command,
+        """A command to `node`. Its error is raised here; DeadlineExceeded names it and the command.
+
+        A node that stops to serve meanwhile is not waited for: NoResponder.
+        """
+        limit_s = self.config.control_deadline_s if deadline_s is None else deadline_s
+        asking = asyncio.create_task(
+            self.bus.request(
+                self.subjects.gps_node(node, command),
+                message,
+                reply,
+                deadline_s=limit_s,
+                role=self.name,
+                peer=f"gps-{node}",
+                phase=command,
+            )
         )
+        try:
+            while True:
+                was_serving = node in serving(self.view)
+                done, _ = await asyncio.wait([asking], timeout=self.config.heartbeat_s)
+                if done:
+                    return asking.result()
+                if was_serving and node not in serving(self.view):
+                    raise NoResponder(role=self.name, peer=f"gps-{node}", phase=command, deadline_s=limit_s)
+        finally:
+            asking.cancel()
 
     async def info(self, node: int, region: str) -> PeerInfo:
         """Where `region` of `node` is. Asked again when the node has registered new ones.

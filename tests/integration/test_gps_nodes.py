@@ -4,11 +4,24 @@
 """
 
 import asyncio
+import os
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.gps_cluster import MODEL_BYTES, columns, flat, gps_cluster, write_checkpoint
+from shared.errors import PivotError
+from shared.weights.nixl_transport import rdma_devices
+from tests.support.gps_cluster import (
+    MODEL_BYTES,
+    GpsCluster,
+    columns,
+    flat,
+    gps_cluster,
+    write_checkpoint,
+)
 from tests.support.network import why_not
 
 REASON = why_not()
@@ -17,33 +30,25 @@ WHOLE, HALF = 4 * MODEL_BYTES, 2 * MODEL_BYTES
 """Memory of a node: for both models and the spare buffer, or for half of them."""
 
 
-async def test_read_of_any_layout_at_any_node_is_bit_exact(tmp_path: Path) -> None:
-    async with gps_cluster(tmp_path, 2, node_bytes=HALF) as cluster:
-        for node in (0, 1):
-            cluster.start(node)
-        await cluster.until_serving(0, 1)
-        status = await cluster.nodes(0)
-        assert status.group_size == 2
-        for node in (0, 1):
-            assert await cluster.read(node, "whole") == 0
-            assert await cluster.read(node, "tp-1", columns(1, 2)) == 0
-            for rank in range(3):
-                assert await cluster.read(node, f"rank-{rank}", flat(rank, 3)) == 0
-        status = await cluster.nodes(0)
-        assert status.transport is not None
-        assert status.transport.lanes == ("tcp on eth0",)
-
-
-async def test_write_at_two_nodes_reaches_both_groups_and_flips_once(tmp_path: Path) -> None:
+async def test_reads_of_any_layout_are_bit_exact_and_writes_flip_once(tmp_path: Path) -> None:
     async with gps_cluster(tmp_path, 4, node_bytes=HALF) as cluster:
         for node in range(4):
             cluster.start(node)
         await cluster.until_serving(0, 1, 2, 3)
+        assert (await cluster.nodes(0)).group_size == 2
+        for node in (0, 3):
+            assert await cluster.read(node, "whole") == 0
+            assert await cluster.read(node, "tp-1", columns(1, 2)) == 0
+            for rank in range(3):
+                assert await cluster.read(node, f"rank-{rank}", flat(rank, 3)) == 0
+        transport = (await cluster.nodes(0)).transport
+        assert transport is not None
+        assert transport.lanes == ("tcp on eth0",)
+
         writers = {"rank-0": (0, flat(0, 3)), "rank-1": (3, flat(1, 3)), "rank-2": (3, flat(2, 3))}
         for version in (1, 2, 3):
             await cluster.write(version, writers, attempt="a")
-            for node in range(4):
-                assert await cluster.read(node, "whole") == version
+            assert {await cluster.read(node, "whole") for node in range(4)} == {version}
         assert len({(await cluster.model(node)).checksum for node in range(4)}) == 1
         # a writer that does not come back: the version stays, and the next attempt replaces the Write
         with pytest.raises(TimeoutError):
@@ -51,7 +56,7 @@ async def test_write_at_two_nodes_reaches_both_groups_and_flips_once(tmp_path: P
                 await cluster.write(4, {**writers, "rank-9": (1, ())}, before_commit=never, attempt="a")
         assert await cluster.read(1, "whole") == 3
         await cluster.write(4, writers, attempt="b")
-        assert {await cluster.read(node, "tp", columns(1, 2)) for node in range(4)} == {4}
+        assert {await cluster.read(node, "tp-1", columns(1, 2)) for node in range(4)} == {4}
 
 
 async def never(_writer: str) -> None:
@@ -79,28 +84,7 @@ async def test_killed_node_is_routed_around_and_refills(tmp_path: Path) -> None:
         assert (await cluster.model(0)).checksum == (await cluster.model(2)).checksum
 
 
-async def test_last_copy_gone_begins_again_from_the_newest_folder(tmp_path: Path) -> None:
-    async with gps_cluster(tmp_path, 2, node_bytes=HALF) as cluster:
-        for node in (0, 1):
-            cluster.start(node)
-        await cluster.until_serving(0, 1)
-        await cluster.write_all(1)
-        write_checkpoint(cluster.folder.checkpoints / "step-000001", version=0)
-        cluster.kill(1)
-        cluster.lose_memory(1)
-        cluster.start(1)
-        await cluster.until_serving(0, 1)
-        status = await cluster.nodes(1)
-        assert len(status.reseeded) == 1
-        assert "no copy of version 1 was left: began again from" in status.reseeded[0]
-        assert "step-000001" in status.reseeded[0]
-        assert "no copy of version 1 was left" in cluster.log(1)
-        assert await cluster.read(0, "whole") == 0
-        await cluster.write_all(1)
-        assert await cluster.read(1, "whole") == 1
-
-
-async def test_restarted_node_finds_its_shard_in_its_own_memory(tmp_path: Path) -> None:
+async def test_restart_finds_its_shard_and_a_lost_last_copy_begins_again(tmp_path: Path) -> None:
     async with gps_cluster(tmp_path, 2, node_bytes=HALF) as cluster:
         for node in (0, 1):
             cluster.start(node)
@@ -114,3 +98,122 @@ async def test_restarted_node_finds_its_shard_in_its_own_memory(tmp_path: Path) 
         await cluster.until_serving(0, 1)
         assert "policy version 2 found in the pool" in cluster.log(1)
         assert {await cluster.read(node, "whole") for node in (0, 1)} == {2}
+
+        write_checkpoint(cluster.folder.checkpoints / "step-000001", version=0)
+        cluster.kill(1)
+        cluster.lose_memory(1)
+        cluster.start(1)
+        await cluster.until_serving(0, 1)
+        (reseeded,) = (await cluster.nodes(1)).reseeded
+        assert "no copy of version 2 was left: began again from" in reseeded
+        assert "step-000001" in reseeded
+        assert "no copy of version 2 was left" in cluster.log(1)
+        assert await cluster.read(0, "whole") == 0
+        await cluster.write_all(1)
+        assert await cluster.read(1, "whole") == 1
+
+
+async def test_transport_that_is_not_the_configured_one_stops_the_node(tmp_path: Path) -> None:
+    if rdma_devices():
+        pytest.skip("this machine has RDMA")
+    async with gps_cluster(tmp_path, 2, node_bytes=HALF, transport="rdma") as cluster:
+        cluster.start(0)
+        assert await asyncio.to_thread(cluster.processes[0].wait, 30) == 1
+        assert "no RDMA device: UCX would use TCP" in cluster.log(0)
+
+
+ROUNDS = int(os.environ.get("PIVOTRL_CHAOS_ROUNDS", "2"))
+SEED = int(os.environ.get("PIVOTRL_CHAOS_SEED", "1"))
+
+
+@pytest.mark.timeout(60 + 60 * ROUNDS)
+async def test_no_fault_shows_a_torn_version_or_loses_a_committed_one(tmp_path: Path) -> None:
+    """A node is cut off, killed, or loses its memory while two ranks Write and others Read."""
+    async with gps_cluster(tmp_path, 4, node_bytes=HALF) as cluster:
+        for node in range(4):
+            cluster.start(node)
+        await cluster.until_serving(0, 1, 2, 3)
+        await cluster.write_all(1)
+        for number in range(ROUNDS):
+            chaos = Chaos(cluster, random.Random(SEED * 1000 + number))
+            print(f"round {number}, PIVOTRL_CHAOS_SEED={SEED}:", end=" ", flush=True)
+            await chaos.round()
+            print(chaos.told, flush=True)
+
+
+@dataclass
+class Chaos:
+    """One fault on a cluster that is whole, and what must hold during and after it."""
+
+    cluster: GpsCluster
+    rng: random.Random
+    told: str = ""
+
+    async def round(self) -> None:
+        cluster, rng = self.cluster, self.rng
+        before = (await cluster.model(0)).version
+        victim, fault = rng.randrange(4), rng.choice(["cut", "kill", "lose"])
+        nodes = [rng.randrange(4), rng.randrange(4)]
+        delay_s = rng.random() * 0.25
+        self.told = f"{fault} node {victim} after {delay_s:.3f} s, writers at {nodes}:"
+        others = [node for node in range(4) if node != victim]
+        stop = asyncio.Event()
+        readers = [asyncio.create_task(self.read_on(node, before, stop)) for node in others]
+        writing = asyncio.create_task(self.write(before + 1, nodes))
+        await asyncio.sleep(delay_s)
+        if fault == "cut":
+            cluster.net.cut(victim)
+        else:
+            cluster.kill(victim)
+            if fault == "lose":
+                cluster.lose_memory(victim)
+        self.told += f" {await writing};"
+        await cluster.until(others[0], gone=victim)
+        after = await self.agreed(others)
+        assert after in (before, before + 1)
+        assert after == before + 1 or "committed" not in self.told, self.told
+        await cluster.write_when_possible(after + 1, rng.choice(others))
+        if fault == "cut":
+            cluster.net.heal(victim)
+        else:
+            cluster.start(victim)
+        await cluster.until_serving(0, 1, 2, 3)
+        assert await self.agreed(range(4)) == after + 1
+        stop.set()
+        seen = [await reader for reader in readers]
+        self.told += f" versions {before} to {after + 1}, {sum(seen)} reads"
+
+    async def write(self, version: int, nodes: list[int]) -> str:
+        writers = {f"rank-{rank}": (node, flat(rank, 2)) for rank, node in enumerate(nodes)}
+        try:
+            await self.cluster.write(version, writers, attempt=f"v{version}")
+        except PivotError as error:
+            return f"failed ({error.code})"
+        return "committed"
+
+    async def agreed(self, nodes: Iterable[int]) -> int:
+        """The version that all of `nodes` come to, read whole at each."""
+        async with asyncio.timeout(15):
+            while True:
+                found = {await self.read(node, "agreed", 10.0) for node in nodes}
+                if len(found) == 1 and None not in found:
+                    return int(found.pop() or 0)
+                await asyncio.sleep(0.1)
+
+    async def read_on(self, node: int, at_least: int, stop: asyncio.Event) -> int:
+        """Reads of `node`, each bit-exact, of versions that only grow; how many."""
+        count = 0
+        while not stop.is_set():
+            version = await self.read(node, "reader", 10.0)
+            if version is not None:
+                assert version >= at_least, f"node {node} went back from {at_least} to {version}"
+                at_least, count = version, count + 1
+            await asyncio.sleep(0.02)
+        return count
+
+    async def read(self, node: int, receiver: str, lease_s: float) -> int | None:
+        """The version read, or None for an error that says so."""
+        try:
+            return await self.cluster.read(node, receiver, columns(1, 2), lease_s=lease_s)
+        except PivotError:
+            return None

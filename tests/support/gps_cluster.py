@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import functools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -25,11 +27,12 @@ from shared.weights.gps_client import GpsClient
 from shared.weights.host_pool import SHM_FOLDER, map_view
 from tests.support.network import Network, network
 
-SHAPES: dict[str, tuple[int, ...]] = {"embed": (1021, 96), "layers.0.w": (192, 96), "norm": (96,)}
+SHAPES: dict[str, tuple[int, ...]] = {"embed": (2039, 192), "layers.0.w": (768, 192), "norm": (192,)}
 MODEL_BYTES = sum(2 * int(np.prod(shape)) for shape in SHAPES.values())
 TOKEN, PORT, NATS_PORT = "http-token", 8602, 4222
 
 
+@functools.lru_cache(maxsize=64)
 def values(name: str, version: int) -> np.ndarray:
     """Bytes of a tensor of a version, shape (*shape, 2): different at every element and in every version."""
     count = 2 * int(np.prod(SHAPES[name]))
@@ -99,7 +102,7 @@ class GpsCluster:
     def start(self, node: int, **environment: str) -> None:
         argv = [sys.executable, "-m", "services.gps", "--run", str(self.folder.path), "--node", str(node)]
         log = (self.folder.logs / f"gps-{node}.log").open("ab")
-        env = {**dict(__import__("os").environ), **environment}
+        env = {**os.environ, **environment}
         self.processes[node] = self.net.start(self.net.space(node), argv, stdout=log, stderr=log, env=env)
         log.close()
 
@@ -117,7 +120,7 @@ class GpsCluster:
     def client(self, node: int) -> GpsClient:
         if node not in self.clients:
             url = f"http://{self.net.address(node)}:{PORT}"
-            self.clients[node] = GpsClient(url, token=TOKEN, name=f"test-{node}", deadline_s=30)
+            self.clients[node] = GpsClient(url, token=TOKEN, name=f"test-{node}", deadline_s=8)
         return self.clients[node]
 
     async def nodes(self, node: int) -> NodesStatus:
