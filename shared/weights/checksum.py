@@ -9,7 +9,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shared.layout.tensor_layout import FlatRange, Region
+from shared.layout.sliced_storage import SlicedStorage, dense_blocks
+from shared.layout.tensor_layout import Box, FlatRange, Region
+from shared.weights.stored_parts import paired_parts
 
 _CHUNK_BYTES = 4 << 20
 
@@ -19,9 +21,17 @@ def checksum_bytes(data: memoryview | bytes) -> str:
     return str(xxhash.xxh3_64_hexdigest(data))
 
 
-def checksum_region(raw: NDArray[np.uint8], shape: tuple[int, ...], itemsize: int, region: Region) -> str:
+def checksum_region(
+    raw: NDArray[np.uint8],
+    shape: tuple[int, ...],
+    itemsize: int,
+    region: Region,
+    storage: SlicedStorage | None = None,
+) -> str:
     """xxh3_64 of `region` of the tensor whose bytes are `raw`, as `checksum_bytes` of a contiguous copy
-    gives."""
+    gives; the same for the same values, whether they are stored row-major or in slices."""
+    if storage is not None:
+        return _checksum_sliced(raw.view(f"V{itemsize}"), shape, region, storage)
     if isinstance(region, FlatRange):
         start, stop = region.start * itemsize, (region.start + region.count) * itemsize
         return checksum_bytes(raw[start:stop].data)
@@ -35,6 +45,23 @@ def checksum_region(raw: NDArray[np.uint8], shape: tuple[int, ...], itemsize: in
     state = xxhash.xxh3_64()
     for piece in _pieces(part):
         state.update(np.ascontiguousarray(piece).reshape(-1).data)
+    return str(state.hexdigest())
+
+
+def _checksum_sliced(
+    elements: NDArray[np.void], shape: tuple[int, ...], region: Region, storage: SlicedStorage
+) -> str:
+    state = xxhash.xxh3_64()
+    for _, box in dense_blocks(shape, region):
+        row = box.numel // box.shape[0]
+        rows = max(_CHUNK_BYTES // (row * elements.itemsize), 1)
+        for first in range(0, box.shape[0], rows):
+            count = min(rows, box.shape[0] - first)
+            part = Box((box.start[0] + first, *box.start[1:]), (count, *box.shape[1:]))
+            dense = np.empty(part.numel, elements.dtype)
+            for stored, place in paired_parts(shape, storage, part, elements, dense):
+                np.copyto(place, stored)
+            state.update(dense.view(np.uint8).data)
     return str(state.hexdigest())
 
 

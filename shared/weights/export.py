@@ -5,9 +5,12 @@ import json
 import shutil
 from pathlib import Path
 
-from shared.contracts.gps import PoolView
+import numpy as np
+
+from shared.contracts.gps import PoolTensor, PoolView
+from shared.layout.tensor_layout import Box
 from shared.weights.dtypes import SAFETENSORS_DTYPES
-from shared.weights.host_pool import map_view
+from shared.weights.mapped_pool import Bytes, MappedPool, map_view, tensor_nbytes
 
 _STORED_AS = {ours: theirs for theirs, ours in SAFETENSORS_DTYPES.items()}
 _SKIPPED = (".safetensors", ".index.json", ".bin", ".gguf", ".pt")
@@ -51,7 +54,16 @@ def write_safetensors(view: PoolView, path: Path) -> int:
             file.write(len(text).to_bytes(8, "little"))
             file.write(text)
             for tensor in view.tensors:
-                file.write(pool.raw(tensor.name).data)
+                file.write(_row_major(pool, tensor).data)
         return at
     finally:
         pool.close()
+
+
+def _row_major(pool: MappedPool, tensor: PoolTensor) -> Bytes:
+    """Bytes of a tensor; a copy only where it is stored in slices."""
+    if pool.storage(tensor.name) is None:
+        return pool.raw(tensor.name)
+    dense = np.empty(tensor_nbytes(tensor), np.uint8)
+    pool.copy_out(tensor.name, Box((0,) * len(tensor.shape), tensor.shape), dense)
+    return dense

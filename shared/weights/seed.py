@@ -9,6 +9,7 @@ not made up.
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,12 @@ from numpy.typing import NDArray
 
 from shared.contracts.gps import PoolTensor
 from shared.errors import ConfigError
+from shared.layout.sliced_storage import SlicedStorage
+from shared.layout.tensor_layout import Box
 from shared.weights.dtypes import SAFETENSORS_DTYPES, WIDE_FLOATS, itemsize_of
-from shared.weights.host_pool import lay_out, tensor_nbytes
+from shared.weights.host_pool import lay_out
+from shared.weights.mapped_pool import tensor_nbytes
+from shared.weights.stored_parts import paired_parts
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 << 20
@@ -126,9 +131,14 @@ def plan_seed(folder: Path, dtype: str) -> SeedPlan:
     return SeedPlan(tuple(sources), tensors, nbytes)
 
 
-def load_seed(plan: SeedPlan, memory: NDArray[np.uint8]) -> int:
+def load_seed(
+    plan: SeedPlan, memory: NDArray[np.uint8], storages: Mapping[str, SlicedStorage] | None = None
+) -> int:
     """Fill a region of `plan.nbytes` (uint8, shape (nbytes,)); returns the bytes read. Blocking, for minutes
-    on a cold disk: run it in a thread."""
+    on a cold disk: run it in a thread.
+
+    `storages` names the tensors that the region stores in slices.
+    """
     total = 0
     for path in dict.fromkeys(source.file for source in plan.sources):
         with path.open("rb", buffering=0) as file:
@@ -136,14 +146,25 @@ def load_seed(plan: SeedPlan, memory: NDArray[np.uint8]) -> int:
             for source, tensor in zip(plan.sources, plan.tensors, strict=True):
                 if source.file != path:
                     continue
-                target = memory[tensor.offset_bytes : tensor.offset_bytes + tensor_nbytes(tensor)]
+                stored = memory[tensor.offset_bytes : tensor.offset_bytes + tensor_nbytes(tensor)]
+                storage = storages.get(tensor.name) if storages else None
+                target = stored if storage is None else np.empty_like(stored)
                 file.seek(source.offset_bytes)
                 if source.dtype == tensor.dtype:
                     _read_into(file, target, path)
                 else:
                     _read_converted(file, source, tensor.dtype, target)
+                if storage is not None:
+                    _cut(target, stored, storage, itemsize_of(tensor.dtype))
                 total += source.nbytes
     return total
+
+
+def _cut(dense: NDArray[np.uint8], stored: NDArray[np.uint8], storage: SlicedStorage, itemsize: int) -> None:
+    whole, element = Box((0,) * len(storage.shape), storage.shape), np.dtype(f"V{itemsize}")
+    parts = paired_parts(storage.shape, storage, whole, stored.view(element), dense.view(element))
+    for place, part in parts:
+        np.copyto(place, part)
 
 
 def _read_into(file: Any, target: NDArray[np.uint8], path: Path) -> None:

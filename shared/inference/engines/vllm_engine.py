@@ -249,7 +249,8 @@ class VllmEngine:
     def _read(self, view: PoolView) -> ReadReport:
         if not self._boxes:
             self.map_layout(view)
-        results = self._rpc("pivot_read", view.path, view.nbytes, _wire(view.tensors))
+        sliced = [(entry.tensors, entry.starts, entry.shapes) for entry in view.sliced]
+        results = self._rpc("pivot_read", view.path, view.nbytes, _wire(view.tensors), sliced)
         return ReadReport(
             read_bytes=sum(copied for copied, _ in results), read_s=max(seconds for _, seconds in results)
         )

@@ -17,14 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shared.contracts.gps import PoolTensor, PoolView, TensorBox
+from shared.contracts.gps import PoolTensor, PoolView, SlicedTensors, TensorBox
 from shared.errors import LayoutError
 from shared.inference.engines.process_memory import resident_bytes, trim_heap
 from shared.weights.loader_map import LoaderMap
 from shared.weights.pool_reader import PoolReader
+from shared.weights.sliced_tensor import SlicedTensor
 
 WireTensor = tuple[str, str, tuple[int, ...], int]
 """A `PoolTensor` as plain values: name, dtype, shape, offset in bytes."""
+
+WireSlices = tuple[tuple[str, ...], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
+"""A `SlicedTensors` as plain values: names, starts, shapes."""
 
 
 class _Weights:
@@ -82,9 +86,10 @@ class _Weights:
                     parameter=name,
                 )
 
-    def read(self, path: str, nbytes: int, wire: Sequence[WireTensor]) -> int:
+    def read(self, path: str, nbytes: int, wire: Sequence[WireTensor], sliced: Sequence[WireSlices]) -> int:
         loader_map = self.ensure_map(wire)
-        pool = self.pools.map(PoolView(path=path, nbytes=nbytes, tensors=self.tensors(wire)))
+        cut = tuple(SlicedTensors(tensors=names, starts=a, shapes=n) for names, a, n in sliced)
+        pool = self.pools.map(PoolView(path=path, nbytes=nbytes, tensors=self.tensors(wire), sliced=cut))
         if self.is_cpu:
             return self._read_and_repack(loader_map, pool.tensors)
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
@@ -95,7 +100,9 @@ class _Weights:
         torch.cuda.synchronize(device)
         return copied
 
-    def _read_and_repack(self, loader_map: LoaderMap, sources: Mapping[str, torch.Tensor]) -> int:
+    def _read_and_repack(
+        self, loader_map: LoaderMap, sources: Mapping[str, torch.Tensor | SlicedTensor]
+    ) -> int:
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
         self.restore_storage()
@@ -184,10 +191,12 @@ class PivotWorkerExtension:
         boxes: tuple[TensorBox, ...] = self._pivot_weights().ensure_map(tensors).boxes()
         return [box.model_dump() for box in boxes]
 
-    def pivot_read(self, path: str, nbytes: int, tensors: Sequence[WireTensor]) -> tuple[int, float]:
+    def pivot_read(
+        self, path: str, nbytes: int, tensors: Sequence[WireTensor], sliced: Sequence[WireSlices] = ()
+    ) -> tuple[int, float]:
         """Fill the live parameters from the pool file; `(bytes read, seconds)`."""
         begin = time.perf_counter()
-        copied = self._pivot_weights().read(path, nbytes, tensors)
+        copied = self._pivot_weights().read(path, nbytes, tensors, sliced)
         return copied, time.perf_counter() - begin
 
     def pivot_sleep_cpu(self) -> tuple[int, int]:

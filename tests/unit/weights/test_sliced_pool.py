@@ -1,6 +1,7 @@
 """A pool that stores tensors slice by slice gives and takes the same values as a row-major one."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from uuid import uuid4
 
 import numpy as np
@@ -12,8 +13,12 @@ from shared.contracts.gps import PoolView, SlicedTensors
 from shared.errors import InvalidRequest, LayoutError
 from shared.layout.sliced_storage import SlicedStorage, slice_storage
 from shared.layout.tensor_layout import Box, FlatRange, Region
+from shared.weights import checksum
+from shared.weights.checksum import checksum_bytes, checksum_region
+from shared.weights.export import write_safetensors
 from shared.weights.host_pool import HostPool, lay_out
 from shared.weights.mapped_pool import MappedPool, map_view
+from shared.weights.seed import load_seed, plan_seed
 from shared.weights.stored_parts import sliced_tensors, storages_of
 from tests.support.layouts import regions
 
@@ -122,3 +127,49 @@ def test_a_loader_map_reads_slices_as_it_reads_rows(host: HostPool) -> None:
         assert nread == 2 * (48 + 8 + 48)
         for name, parameter in expected.named_parameters():
             assert torch.equal(parameter, dict(got.named_parameters())[name]), name
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_checksums_do_not_depend_on_how_a_tensor_is_stored(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+    storage = slice_storage(shape, [data.draw(st.lists(regions(shape), max_size=3)) for _ in range(2)])
+    pools = pool_of(None, shape), pool_of(storage, shape)
+    for pool in pools:
+        pool.copy_in("w", FlatRange(0, numbers(shape).size), numbers(shape))
+    region = data.draw(regions(shape))
+    found = {checksum_region(pool.raw("w"), shape, 2, region, pool.storage("w")) for pool in pools}
+    assert len(found) == 1
+
+
+def test_large_checksums_go_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = slice_storage(SHAPE, COLUMNS)
+    pool = pool_of(storage)
+    pool.copy_in("w", FlatRange(0, 48), numbers(SHAPE))
+    expected = checksum_bytes(numbers(SHAPE).data)
+    for chunk in (1, 20, 40, 1 << 20):
+        monkeypatch.setattr(checksum, "_CHUNK_BYTES", chunk)
+        assert checksum_region(pool.raw("w"), SHAPE, 2, Box((0, 0), SHAPE), storage) == expected
+
+
+def test_seed_and_export_pass_through_slices(host: HostPool, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file, save_file
+
+    truth = {"w": torch.randn(SHAPE).to(torch.bfloat16), "a": torch.randn(3).to(torch.bfloat16)}
+    save_file(truth, tmp_path / "model.safetensors")
+    plan = plan_seed(tmp_path, "bfloat16")
+    storage = slice_storage(SHAPE, COLUMNS)
+    assert storage is not None
+    region = host.create("policy", "b0", plan.nbytes)
+    load_seed(plan, region.memory, {"w": storage})
+    view = PoolView(
+        path=str(region.path),
+        nbytes=plan.nbytes,
+        tensors=plan.tensors,
+        sliced=sliced_tensors({"w": storage}),
+    )
+    assert torch.equal(map_view(view).stored("w")[:8].view(2, 4), truth["w"][:2, :4])
+    write_safetensors(view, tmp_path / "out.safetensors")
+    found = load_file(tmp_path / "out.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
