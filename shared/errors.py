@@ -74,6 +74,15 @@ class Conflict(UserError):
     code = "conflict"
 
 
+def told(field: str, problem: str, remedy: str, **data: Any) -> dict[str, Any]:
+    """Keyword arguments of an error that names a `field` and a `remedy`, as `InvalidRequest` does.
+
+    >>> told("version", "3 is not newer than 4", "Write a version after 4")["message"]
+    'version: 3 is not newer than 4. Write a version after 4'
+    """
+    return {"message": f"{field}: {problem}. {remedy}", "field": field, "remedy": remedy, **data}
+
+
 class DeadlineExceeded(PivotError):
     """A wait ended without its answer. Names role, peer and phase."""
 

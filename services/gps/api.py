@@ -19,7 +19,7 @@ from shared.contracts.gps import (
     WriteRequest,
     WriteStatus,
 )
-from shared.errors import NotFound
+from shared.errors import NotFound, told
 from shared.layout.transfer_plan import PlanCache, PlanKey, TransferPlan
 from shared.runtime.config import DTYPE
 from shared.runtime.run_folder import RunFolder
@@ -165,7 +165,8 @@ def gps_router(service: Gps, folder: RunFolder) -> APIRouter:
         """One cached plan. 404 if it was dropped."""
         found = service.plans.cache.find(plan_id)
         if found is None:
-            raise NotFound(f"no cached transfer plan {plan_id}", plan_id=plan_id)
+            remedy = "See GET /v1/transfer-plans"
+            raise NotFound(**told("plan_id", f"no cached transfer plan {plan_id}", remedy, plan_id=plan_id))
         explained = found[1].explain()
         links = tuple(
             LinkBytes(sender=sender, receiver=receiver, nbytes=nbytes)

@@ -1,8 +1,8 @@
 """Requests that cannot be carried out, refused before anything changes. Each error names field and remedy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from services.gps.boxes import Part, parts_of
+from services.gps.boxes import Part, check_cover, parts_of
 from shared.contracts.gps import TensorBox
 from shared.errors import InvalidRequest
 from shared.layout.tensor_layout import TensorSpec
@@ -29,6 +29,14 @@ def checked_parts(specs: Mapping[str, TensorSpec], boxes: Sequence[TensorBox]) -
         return parts_of(specs, boxes)
     except InvalidRequest as error:
         raise with_remedy(error, _REMEDIES.get(error.field.rpartition(".")[2], "Mend the boxes")) from error
+
+
+def checked_cover(specs: Mapping[str, TensorSpec], parts: Iterable[Part]) -> None:
+    """Raises InvalidRequest unless `parts` have every element of every tensor exactly once."""
+    try:
+        check_cover(specs, parts)
+    except InvalidRequest as error:
+        raise with_remedy(error, "Cut every tensor over the writers without holes or overlaps") from error
 
 
 def with_remedy(error: InvalidRequest, remedy: str) -> InvalidRequest:

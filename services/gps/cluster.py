@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from services.gps.boxes import Part, count_bytes
-from services.gps.checks import checked_parts
+from services.gps.checks import checked_cover, checked_parts
 from services.gps.holder import Holder
 from services.gps.leader import Leader
 from services.gps.members import Members
@@ -46,7 +46,7 @@ from shared.contracts.gps_cluster import (
     WriteBegun,
     WriterDone,
 )
-from shared.errors import Conflict, InvalidRequest, NotFound, PivotError
+from shared.errors import Conflict, InvalidRequest, NotFound, PivotError, told
 
 POLICY = "policy"
 R = TypeVar("R", bound=Message)
@@ -141,15 +141,17 @@ class ClusterService:
     async def remove_receiver(self, receiver: str) -> None:
         """Raises NotFound."""
         if not await self.receivers.remove(receiver):
-            raise NotFound(f"no receiver {receiver} is registered here", field="receiver", remedy="none")
+            problem = f"no receiver {receiver} is registered on this node"
+            raise NotFound(**told("receiver", problem, "Ask the node where it was registered"))
 
     async def begin_write(self, request: WriteRequest) -> WriteGrant:
         """Raises NotFound, InvalidRequest; Conflict on the version, or if readers stay; DeadlineExceeded,
         BusError if the cluster cannot be reached."""
         cluster, holder = self.holder.cluster, self.holder
         model = holder.store.model(request.model)
-        checked_parts(model.specs, request.boxes)
         part = holder.store.check_write(request)
+        if len(request.writers) == 1:  # before a Write is opened; with more, the last to join is checked
+            checked_cover(model.specs, part.parts)
         begun, coordinator = await self._of_leader(
             "begin",
             BeginWrite(node=cluster.node, request=request),
@@ -181,13 +183,8 @@ class ClusterService:
             )
         part = mine.parts.get(commit.writer)
         if part is None:
-            remedy = "begin the Write at this node first"
-            raise Conflict(
-                f"{commit.writer} did not begin Write {write_id} here. {remedy}",
-                write_id=write_id,
-                field="writer",
-                remedy=remedy,
-            )
+            problem = f"{commit.writer} did not begin Write {write_id} here"
+            raise Conflict(**told("writer", problem, "Begin the Write at this node first", write_id=write_id))
         if len(commit.checksums) != len(part.parts):
             raise InvalidRequest(
                 "checksums",
@@ -238,7 +235,8 @@ class ClusterService:
     async def abandon(self, write_id: str) -> None:
         """Raises NotFound; Conflict if it was committed."""
         if self._committed(write_id):
-            raise Conflict(f"Write {write_id} is committed", write_id=write_id, field="write_id")
+            problem = f"Write {write_id} is committed"
+            raise Conflict(**told("write_id", problem, "Write a newer version", write_id=write_id))
         message = AbortWrite(write_id=write_id, reason="its writer gave it up")
         limit_s = 2 * self.holder.cluster.config.control_deadline_s
         await self._of_coordinator(write_id, "abandon", message, Done, limit_s)
@@ -252,13 +250,8 @@ class ClusterService:
         return None
 
     def _gone(self, write_id: str) -> NotFound:
-        remedy = "begin the Write again"
-        return NotFound(
-            f"no Write {write_id} is open here: it was abandoned, or replaced. {remedy}",
-            write_id=write_id,
-            field="write_id",
-            remedy=remedy,
-        )
+        problem = f"no Write {write_id} is open here: it was abandoned, or replaced"
+        return NotFound(**told("write_id", problem, "Begin the Write again", write_id=write_id))
 
     async def _of_coordinator(
         self, write_id: str, command: str, message: Message, reply: type[R], deadline_s: float

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 from services.gps.boxes import spec_of
@@ -33,6 +34,7 @@ from shared.runtime.models import model_folder
 from shared.weights.host_pool import HostPool, remove_leftovers
 from shared.weights.nixl_transport import NixlTransport
 from shared.weights.peer_links import PeerLinks
+from shared.weights.ports import Transport
 from shared.weights.seed import plan_seed
 from shared.weights.ucx import check_lanes, chosen_lanes, set_environment
 
@@ -42,8 +44,11 @@ NODE_LINK = Link(bandwidth_bytes_per_s=12.5e9, overhead_s=2e-5)
 POLICY, GENRM = "policy", "genrm"
 
 
-async def open_cluster(ctx: ServiceContext, config: GpsSection) -> ClusterService:
-    """The service of node `ctx.node`, joined and living; everything is closed by `ctx.exits`.
+async def open_cluster(
+    ctx: ServiceContext, config: GpsSection, *, make: Callable[[str], Transport] | None = None
+) -> ClusterService:
+    """The service of node `ctx.node`, joined and living; everything is closed by `ctx.exits`. `make` opens
+    another transport than NIXL for an agent.
 
     Raises:
         ConfigError: models are no checkpoints or do not fit; the node has no address.
@@ -62,10 +67,12 @@ async def open_cluster(ctx: ServiceContext, config: GpsSection) -> ClusterServic
 
     incarnation = secrets.token_hex(4)
     log_file = ctx.folder.logs / f"ucx-n{ctx.node}-{incarnation}.log"
-    set_environment(config.transport, address, log_file)
+    if make is None:
+        set_environment(config.transport, address, log_file)
     agent = f"{ctx.config.run.name}/gps-{ctx.node}/{incarnation}"
+    needs_rdma = config.transport == "rdma"
     links = PeerLinks(
-        lambda: NixlTransport(agent, require_rdma=config.transport == "rdma"), f"gps-{ctx.node}"
+        lambda: make(agent) if make else NixlTransport(agent, require_rdma=needs_rdma), f"gps-{ctx.node}"
     )
     await links.start()
     ctx.exits.push_async_callback(_close, links, ctx)
@@ -182,6 +189,7 @@ def _assemble(
     leads = Leader(
         cluster,
         store.new_id,
+        members.refresh,
         members.read_commit,
         members.swap_commit,
         members.see,

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.gps.boxes import Part, check_cover
+from services.gps.boxes import Part
+from services.gps.checks import checked_cover
 from services.gps.forwarding import Hop, forward
 from services.gps.packing import Packing
 from shared.contracts.gps import WriteRequest, WriteStatus
@@ -91,7 +92,7 @@ class ClusterWrite:
             return
         joined = {**self.joined, request.writer: writer}
         if len(joined) == len(self.writers):
-            check_cover(specs, (part for other in joined.values() for part in other.parts))
+            checked_cover(specs, (part for other in joined.values() for part in other.parts))
         self.joined = joined
 
     def finish(self, writer: str, node: int) -> bool:

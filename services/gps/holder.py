@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,15 +75,15 @@ class Holder:
 
     async def register(self) -> None:
         """Make the transport know exactly the regions there are. Those that stay are not touched."""
-        wanted = {b.region.path.name: b.region.memory for m in self._models() for b in m.buffers}
-        wanted |= {landing.region: landing.memory for landing in self._staging.values()}
-        for name in [name for name in self._registered if wanted.get(name) is not self._registered[name]]:
-            del self._registered[name]
-            await self.cluster.links.unregister(name)
-        for name, memory in wanted.items():
-            if name not in self._registered and memory.nbytes:
-                await self.cluster.links.register(name, memory_of(memory))
-                self._registered[name] = memory
+        wanted = {str(b.region.path): b.region.memory for m in self._models() for b in m.buffers}
+        wanted |= {str(landing.path): landing.memory for landing in self._staging.values()}
+        for path in [path for path in self._registered if wanted.get(path) is not self._registered[path]]:
+            del self._registered[path]
+            await self.cluster.links.unregister(Path(path).name)
+        for path, memory in wanted.items():
+            if path not in self._registered and memory.nbytes:
+                await self.cluster.links.register(Path(path).name, memory_of(memory, path))
+                self._registered[path] = memory
 
     def _models(self) -> list[Model]:
         return [self.store.model(name) for name in self.cluster.specs if self.store.has(name)]

@@ -37,7 +37,7 @@ from shared.contracts.gps_cluster import (
     WriteBegun,
     WriterDone,
 )
-from shared.errors import BusError, Conflict, NotFound, PivotError, TransportError
+from shared.errors import BusError, Conflict, NotFound, PivotError, TransportError, told
 from shared.weights.checksum import combine
 
 _log = logging.getLogger("pivotrl.gps")
@@ -55,10 +55,12 @@ class _Open:
 
 @dataclass(slots=True)
 class Leader:
-    """`read_commit` and `swap_commit` are the record; `committed` is called after it was written."""
+    """`refresh` reads the view that stands; `read_commit` and `swap_commit` are the record; `committed` is
+    called after it was written."""
 
     cluster: Cluster
     new_id: Callable[[], str]
+    refresh: Callable[[], Awaitable[None]]
     read_commit: Callable[[str], Awaitable[tuple[VersionCommit, int]]]
     swap_commit: Callable[[VersionCommit, int], Awaitable[int]]
     committed: Callable[[VersionCommit], Awaitable[None]]
@@ -68,38 +70,37 @@ class Leader:
     async def begin(self, message: BeginWrite) -> WriteBegun:
         """Open or join. Raises Conflict, InvalidRequest; DeadlineExceeded if a node does not answer."""
         request, cluster = message.request, self.cluster
+        await self.refresh()
         if leader(cluster.view) != cluster.node:
-            raise Conflict(f"{cluster.name} does not lead in epoch {cluster.view.epoch}", field="model")
+            problem = f"{cluster.name} does not lead in epoch {cluster.view.epoch}"
+            raise Conflict(**told("model", problem, "Ask the node that does"))
         specs = cluster.specs[request.model]
         writer = JoinedWriter(message.node, parts_of(specs, request.boxes))
         async with self._locks.setdefault(request.model, asyncio.Lock()):
             found = self._open.get(request.model)
             if found is None or not found.write.takes(request):
-                if found is not None:
-                    await self._abort(found.write, f"replaced by {request.writer} of another attempt")
-                found = await self._begin(message)
+                found = await self._begin(message, found.write if found else None)
             found.write.join(request, writer, specs)
             return WriteBegun(write_id=found.write.write_id, version=found.write.version)
 
-    async def _begin(self, message: BeginWrite) -> _Open:
+    async def _begin(self, message: BeginWrite, replaced: ClusterWrite | None) -> _Open:
         request, cluster = message.request, self.cluster
         if not complete_groups(cluster.view):
-            remedy = "start the nodes that are away"
-            raise Conflict(f"no replication group is complete. {remedy}", field="model", remedy=remedy)
+            problem = "no replication group is complete"
+            raise Conflict(**told("model", problem, "Start the nodes that are away"))
         nodes = serving(cluster.view)
         if message.node not in nodes:
-            remedy = "wait until it serves"
-            raise Conflict(f"node {message.node} does not serve yet. {remedy}", field="model", remedy=remedy)
+            problem = f"node {message.node} does not serve yet"
+            raise Conflict(**told("model", problem, "Wait until its /readyz is ready"))
         standing, revision = await self.read_commit(request.model)
         if request.version <= standing.version:
-            remedy = f"write a version after {standing.version}"
+            problem = f"{request.model} is at version {standing.version}, {request.version} is not newer"
+            remedy = f"Write a version after {standing.version}"
             raise Conflict(
-                f"{request.model} is at version {standing.version}, {request.version} is not newer. {remedy}",
-                version=standing.version,
-                asked=request.version,
-                field="version",
-                remedy=remedy,
+                **told("version", problem, remedy, version=standing.version, asked=request.version)
             )
+        if replaced is not None:
+            await self._abort(replaced, f"replaced by {request.writer} of another attempt")
         write_id = self.new_id()
         revision = await self.swap_commit(standing.model_copy(update={"next_write": write_id}), revision)
         write = ClusterWrite(
@@ -165,12 +166,8 @@ class Leader:
 
     def _check_alive(self, write: ClusterWrite) -> None:
         if write.is_over:
-            raise Conflict(
-                f"Write {write.write_id} was aborted: {write.reason}. Begin it again",
-                write_id=write.write_id,
-                field="write_id",
-                remedy="begin the Write again",
-            )
+            problem = f"Write {write.write_id} was aborted: {write.reason}"
+            raise Conflict(**told("write_id", problem, "Begin it again", write_id=write.write_id))
 
     async def _fetch(self, found: _Open, hops: list[Hop]) -> None:
         first = hops[0]
@@ -230,19 +227,16 @@ class Leader:
         found = next((o for o in self._open.values() if o.write.write_id == write_id), None)
         if found is None or found.write.phase == "aborted":
             why = f": {found.write.reason}" if found else ""
-            raise NotFound(
-                f"no Write {write_id}{why}. Begin it again",
-                write_id=write_id,
-                field="write_id",
-                remedy="begin the Write again",
-            )
+            problem = f"no Write {write_id}{why}"
+            raise NotFound(**told("write_id", problem, "Begin it again", write_id=write_id))
         return found
 
     async def abandon(self, write_id: str, reason: str) -> None:
         """Raises NotFound; Conflict if it was committed."""
         write = self._find(write_id).write
         if write.phase == "committed":
-            raise Conflict(f"Write {write_id} is committed", write_id=write_id, field="write_id")
+            problem = f"Write {write_id} is committed"
+            raise Conflict(**told("write_id", problem, "Write a newer version", write_id=write_id))
         await self._abort(write, reason)
 
     async def nodes_changed(self) -> None:

@@ -55,7 +55,10 @@ async def load_version(gps: Writable, folder: RunFolder, model: str, path: str, 
         source = folder.inside(path)
     except ConfigError as error:
         raise InvalidRequest("path", f"{path!r} lies outside the run folder", error.remedy) from error
-    plan = await asyncio.to_thread(plan_seed, source, dtype)
+    try:
+        plan = await asyncio.to_thread(plan_seed, source, dtype)
+    except ConfigError as error:
+        raise InvalidRequest("path", f"{path!r} is no checkpoint: {error.problem}", error.remedy) from error
     boxes = tuple(
         TensorBox(tensor=t.name, start=(0,) * len(t.shape), shape=t.shape, dtype=t.dtype)
         for t in plan.tensors

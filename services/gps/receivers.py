@@ -71,7 +71,7 @@ class Receivers:
             filled_bytes=nbytes,
             folder=self.holder.store.pool.folder,
         )
-        await self.holder.cluster.links.register(landing.region, memory_of(landing.memory))
+        await self.holder.cluster.links.register(landing.region, memory_of(landing.memory, str(landing.path)))
         view = PoolView(path=str(landing.path), nbytes=canonical.nbytes, tensors=canonical.tensors)
         self._known[receiver, model] = Receiver(landing, view)
         return view

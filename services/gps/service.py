@@ -34,7 +34,7 @@ from shared.contracts.gps import (
     WriteRequest,
     WriteStatus,
 )
-from shared.errors import NotFound, PivotError
+from shared.errors import NotFound, PivotError, told
 from shared.weights.host_pool import PoolRegion
 from shared.weights.seed import SeedPlan, load_seed, plan_seed
 
@@ -160,7 +160,8 @@ class GpsService:
         return ReceiverStatus(receiver=receiver, model=request.model, nbytes=nbytes)
 
     async def remove_receiver(self, receiver: str) -> None:
-        raise NotFound(f"no receiver {receiver} is registered: a node alone needs none", field="receiver")
+        problem = f"no receiver {receiver} is registered: a node alone needs none"
+        raise NotFound(**told("receiver", problem, "Read without registering"))
 
     @staticmethod
     def _nbytes(model: Model, parts: Sequence[Part]) -> int:

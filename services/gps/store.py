@@ -23,8 +23,8 @@ Invariants
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.gps.boxes import check_cover, spec_of
-from services.gps.checks import checked_parts
+from services.gps.boxes import spec_of
+from services.gps.checks import checked_cover, checked_parts
 from services.gps.versions import Buffer, Granted, Lease, Model, OpenWrite, Seal, Verification, WriterPart
 from shared.contracts.gps import (
     ModelStatus,
@@ -36,7 +36,7 @@ from shared.contracts.gps import (
     WriteRequest,
     WriteStatus,
 )
-from shared.errors import Conflict, InvalidRequest, NotFound
+from shared.errors import Conflict, InvalidRequest, NotFound, told
 from shared.layout.tensor_layout import FlatRange, TensorSpec, whole
 from shared.weights.host_pool import HostPool, PoolRegion
 
@@ -93,7 +93,8 @@ class Store:
 
     def model(self, name: str) -> Model:
         if name not in self._models:
-            raise NotFound(f"GPS holds no model {name!r}; it holds {sorted(self._models)}", model=name)
+            problem = f"GPS holds no model {name!r}; it holds {sorted(self._models)}"
+            raise NotFound(**told("model", problem, "Name one of those", model=name))
         return self._models[name]
 
     def models(self, now_s: float) -> tuple[ModelStatus, ...]:
@@ -126,14 +127,19 @@ class Store:
         """The model, if `request` can be served now. Raises as `read` does."""
         model = self.model(request.model)
         if model.version < 0:
-            raise Conflict(f"{model.name} is still being seeded", model=model.name)
+            problem = f"{model.name} is still being seeded"
+            raise Conflict(**told("model", problem, "Wait until /readyz is ready", model=model.name))
         if not 0 < request.lease_s <= self.max_lease_s:
-            raise InvalidRequest("lease_s", f"{request.lease_s} is not in (0, {self.max_lease_s}] seconds")
+            problem = f"{request.lease_s} is not in (0, {self.max_lease_s}] seconds"
+            raise InvalidRequest("lease_s", problem, f"Ask for at most {self.max_lease_s:g}")
         if request.min_version > model.version:
             problem = (
                 f"{model.name} is at version {model.version}, version {request.min_version} was asked for"
             )
-            raise Conflict(problem, version=model.version, min_version=request.min_version)
+            remedy = "Read with a longer wait_s, or after it was committed"
+            raise Conflict(
+                **told("min_version", problem, remedy, version=model.version, min_version=request.min_version)
+            )
         return model
 
     def release(self, lease_id: str, now_s: float) -> None:
@@ -143,7 +149,8 @@ class Store:
             for buffer in model.buffers:
                 if buffer.leases.pop(lease_id, None):
                     return
-        raise NotFound(f"no lease {lease_id}: it was released, or ran out", lease_id=lease_id)
+        problem = f"no lease {lease_id}: it was released, or ran out"
+        raise NotFound(**told("lease_id", problem, "Read again, with a longer lease_s", lease_id=lease_id))
 
     def release_quietly(self, lease_id: str) -> None:
         """End a lease, if it has not run out."""
@@ -172,14 +179,20 @@ class Store:
         version."""
         model = self.model(request.model)
         if model.is_frozen:
-            raise Conflict(f"{model.name} is frozen: nobody writes it", model=model.name)
+            problem = f"{model.name} is frozen: nobody writes it"
+            raise Conflict(**told("model", problem, "Write the policy", model=model.name))
         if request.version <= model.version:
             problem = f"version {request.version} of {model.name} is not newer than version {model.version}"
-            raise Conflict(problem, version=model.version, asked=request.version)
+            remedy = f"Write a version after {model.version}"
+            raise Conflict(**told("version", problem, remedy, version=model.version, asked=request.version))
         if not request.writers or len(set(request.writers)) != len(request.writers):
-            raise InvalidRequest("writers", "must name every writer once", writers=list(request.writers))
+            remedy = "List each writer of this version, once"
+            raise InvalidRequest(
+                "writers", "must name every writer once", remedy, writers=list(request.writers)
+            )
         if request.writer not in request.writers:
-            raise InvalidRequest("writer", f"{request.writer!r} is none of {list(request.writers)}")
+            problem = f"{request.writer!r} is none of {list(request.writers)}"
+            raise InvalidRequest("writer", problem, "Name it among the writers")
         return WriterPart(checked_parts(model.specs, request.boxes))
 
     def begin_write(self, request: WriteRequest, now_s: float) -> WriteGrant:
@@ -195,17 +208,16 @@ class Store:
         joins = write is not None and write.is_of(request)
         if write is not None and joins and request.writer in write.joined:
             if request.attempt and write.joined[request.writer].parts != part.parts:
-                raise InvalidRequest(
-                    "boxes", f"differ from those that {request.writer} named in this attempt"
-                )
+                problem = f"differ from those that {request.writer} named in this attempt"
+                raise InvalidRequest("boxes", problem, "Restart all writers with another attempt")
             if request.attempt:
                 return self._grant(model, write)
             joins = False
+        joined = {**(write.joined if write is not None and joins else {}), request.writer: part}
+        if len(joined) == len(request.writers):  # before anything changes
+            checked_cover(model.specs, (p for other in joined.values() for p in other.parts))
         if write is None or not joins:
             write = self._open_write(model, request, now_s)
-        joined = {**write.joined, request.writer: part}
-        if len(joined) == len(write.writers):
-            check_cover(model.specs, (p for other in joined.values() for p in other.parts))
         write.joined = joined
         return self._grant(model, write)
 
@@ -244,9 +256,8 @@ class Store:
                 return model.write.status()
             if model.last_committed is not None and model.last_committed.write_id == write_id:
                 return model.last_committed
-        raise NotFound(
-            f"no Write {write_id}: it was abandoned, or replaced by restarted writers", write_id=write_id
-        )
+        problem = f"no Write {write_id}: it was abandoned, or replaced by restarted writers"
+        raise NotFound(**told("write_id", problem, "Begin the Write again", write_id=write_id))
 
     def start_commit(self, write_id: str, commit: WriteCommit) -> Verification | WriteStatus:
         """What to check for this commit, or the status if there is nothing left to check.
@@ -261,13 +272,15 @@ class Store:
             return status
         model, write = self._open(write_id)
         if commit.writer not in write.writers:
-            raise InvalidRequest("writer", f"{commit.writer!r} is none of the writers {list(write.writers)}")
+            problem = f"{commit.writer!r} is none of the writers {list(write.writers)}"
+            raise InvalidRequest("writer", problem, "Commit as the writer that began the Write")
         if commit.writer not in write.joined:
-            raise Conflict(f"{commit.writer} did not begin Write {write_id}", write_id=write_id)
+            problem = f"{commit.writer} did not begin Write {write_id}"
+            raise Conflict(**told("writer", problem, "Begin the Write first", write_id=write_id))
         part = write.joined[commit.writer]
         if len(commit.checksums) != len(part.parts):
             problem = f"{len(commit.checksums)} checksums for {len(part.parts)} boxes"
-            raise InvalidRequest("checksums", problem)
+            raise InvalidRequest("checksums", problem, "Send one per box, in the order of the boxes")
         memory = model.spare.region.memory
         return Verification(
             write, commit.writer, part.parts, commit.checksums, model.specs, model.by_name, memory
@@ -282,7 +295,8 @@ class Store:
         """
         model, write = self._open(done.write.write_id)
         if problem is not None:
-            raise InvalidRequest(f"checksums[{problem[0]}]", problem[1])
+            remedy = "Copy the box again, then commit again"
+            raise InvalidRequest(f"checksums[{problem[0]}]", problem[1], remedy)
         write.joined[done.writer].checksums = done.checksums
         if write.pending or write.is_sealing:
             return write.status()

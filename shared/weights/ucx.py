@@ -22,7 +22,8 @@ from shared.errors import TransportError
 WireKind = Literal["rdma", "tcp", "any"]
 
 _CONFIGURATION = re.compile(r"UCX\s+INFO\s+\S+ (?P<scope>self|intra-node|inter-node) cfg#\d+ (?P<lanes>.*)")
-_LANE = re.compile(r"(?P<use>[a-z_]+)\((?P<transport>[a-z0-9_]+)/(?P<device>[^)\s]+)\)")
+_USE = re.compile(r"(?P<use>[a-z_]+)\((?P<lanes>[^)]*)\)")
+_LANE = re.compile(r"(?P<transport>[a-z0-9_]+)/(?P<device>\S+)")
 _RDMA = re.compile(r"^(rc|dc|ud|srd|gga)(_|$)")
 _MAX_LOG_BYTES = 4 << 20
 
@@ -77,9 +78,10 @@ def lanes_to_peers(log: str) -> tuple[Lane, ...]:
         matched = _CONFIGURATION.search(line)
         if matched is None or matched["scope"] == "self":
             continue
-        for lane in _LANE.finditer(matched["lanes"]):
-            if lane["use"].startswith("rma"):
-                found.add(Lane(lane["transport"], lane["device"], lane["use"]))
+        for used in _USE.finditer(matched["lanes"]):
+            if used["use"].startswith("rma"):
+                lanes = _LANE.finditer(used["lanes"])
+                found |= {Lane(lane["transport"], lane["device"], used["use"]) for lane in lanes}
     return tuple(sorted(found))
 
 
