@@ -20,6 +20,11 @@ class RolePlanning:
     """None: a busy replica counts 1 token/s."""
     kv_capacity_tokens: int = 1 << 30
     """KV tokens of a replica that is not active yet."""
+    prefill_s_per_token: float = 0.0
+    """Seconds a replica stands still for each token of a sequence that comes to it from another one. The
+    paper leaves this out of the cost of a shift (0)."""
+    min_gain_share: float = 0.0
+    """As the role's scheduler has it (`SchedulerConfig`)."""
     growth_tokens: int = 512
     """KV room set aside per sequence; the scheduler's margin, at most the longest response."""
     min_replicas: int = 0
@@ -56,6 +61,12 @@ class PlannerConfig:
     length_aware: bool = False
     """Weigh a role's sequences by the mean tokens that its finished ones have generated. The paper counts
     them alike, so that 100 short responses press as hard as 100 long verdicts."""
+    upstream_weight: float = 0.0
+    """With `length_aware`, also count this much of the verdicts that samples still in rollout will need, so
+    that reward keeps devices for what is about to come. The paper counts what is there (0)."""
+    wait_for_version: bool = False
+    """Leave devices as they are from the end of a training step until its version is published: the prompts
+    that come with it decide who needs training's devices."""
     payback_guard: bool = True
     """A shift that cost tokens is not reversed, at a further cost, before it has earned them back."""
     cooldown_s: float = 0.0

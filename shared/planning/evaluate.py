@@ -9,6 +9,7 @@ zero.
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,13 +42,22 @@ def generation_latency(num_sequences: float, tokens_per_s: float) -> float:
     return num_sequences / tokens_per_s if tokens_per_s else float("inf")
 
 
+class ShiftedUp(NamedTuple):
+    """What a shift-up brings, and what it moves."""
+
+    tokens_per_s: float
+    """Throughput of the role."""
+    moved_tokens: int
+    """Resident tokens of the running sequences that migration stopped, all to be prefilled again."""
+
+
 class RoleReplay:
     """One role's load, ready to be replayed with replicas added or taken away.
 
     `active` are the replicas that hold devices. Work reported on any other replica counts as waiting; an
     active replica that was not reported counts as empty. Running sequences come before waiting ones in
-    dispatch order. `work` is N of the module docstring: sequences, or tokens if they are
-    weighed.
+    dispatch order. `work` is N of the module docstring: sequences, or tokens if they are weighed, and
+    `coming_work` on top while there are any.
     """
 
     def __init__(
@@ -61,6 +71,8 @@ class RoleReplay:
         kv_capacity_tokens: int,
         growth_tokens: int,
         tokens_per_sequence: float = 1.0,
+        coming_work: float = 0.0,
+        min_gain_share: float = 0.0,
     ) -> None:
         reported = {r.replica: r for r in load.replicas}
         capacity = {
@@ -68,9 +80,9 @@ class RoleReplay:
             for replica in (*active, *inactive)
         }
         self.num_sequences = load.num_sequences
-        self.work = load.num_sequences * tokens_per_sequence
+        self.work = load.num_sequences * tokens_per_sequence + coming_work * bool(load.num_sequences)
         self._migrate = migrate
-        self._loads = ReplicaLoads(model or UNIT, capacity)
+        self._loads = ReplicaLoads(model or UNIT, capacity, min_gain_share=min_gain_share if model else 0.0)
         index = self._loads.index
         self._loads.set_open([index[replica] for replica in inactive], False)
         self._sequences = _sequences(load, {r: index[r] for r in active}, growth_tokens)
@@ -84,14 +96,18 @@ class RoleReplay:
         """Throughput of one replica as it is."""
         return self._loads.tokens_per_s(self._loads.index[replica])
 
-    def after_shift_up(self, replicas: Sequence[ReplicaId]) -> float:
-        """Throughput of the role once `replicas` started and migration settled."""
+    def num_tokens_of(self, replica: ReplicaId) -> int:
+        """Tokens resident on one replica."""
+        return self._loads.num_tokens(self._loads.index[replica])
+
+    def after_shift_up(self, replicas: Sequence[ReplicaId]) -> ShiftedUp:
+        """The role once `replicas` started and migration settled."""
         loads = self._loads.copy()
         if self._heaps is None:
             self._heaps = Heaps.of(self._sequences, len(loads.ids))
         new = [loads.index[r] for r in replicas]
-        shift_up(loads, self._sequences, self._heaps.copy(), new, migrate=self._migrate)
-        return loads.total_tokens_per_s
+        moves = shift_up(loads, self._sequences, self._heaps.copy(), new, migrate=self._migrate)
+        return ShiftedUp(loads.total_tokens_per_s, int(self._sequences.lengths[moves[:, 0]].sum()))
 
     def after_shift_down(self, replicas: Sequence[ReplicaId]) -> float:
         """Throughput of the role once the work of `replicas` went to the others."""

@@ -50,6 +50,8 @@ class Planner(ShiftPolicy):
         training = state.training
         if training.batch_ready and not training.is_active and not self._allocation.training_holds:
             return self._shift_training_up(replays, now_s)
+        if self.config.wait_for_version and training.is_publishing and not training.batch_ready:
+            return PlanRecord(now_s, "prompts for the next version are about to come")
         up_role = role_to_shift_up(replays)
         if up_role is None:
             return PlanRecord(now_s, "neither rollout nor reward has sequences")
@@ -59,13 +61,20 @@ class Planner(ShiftPolicy):
         return self._choose(up_role, pairs, replays, now_s)
 
     def _prepare_pairs(self, state: WorkloadState, up_role: Role, donors: RoleReplay) -> list[ShiftPair]:
-        """Step 2. A ready batch protects training's devices like an active step: one is about to start."""
+        """Step 2. A ready batch protects training's devices like an active step: one is about to start.
+
+        The penalty of a leaving replica is what it would have generated during the shift, and during the
+        prefill of its sequences elsewhere (the paper has the first part only).
+        """
         tau_s = self.shift_s(up_role, up_role.opposite)
+        prefill_s = self.config.of(up_role.opposite).prefill_s_per_token
         return shift_pairs(
             self.cluster,
             self._allocation,
             up_role,
-            lambda replica: tau_s * donors.tokens_per_s_of(replica),
+            lambda replica: (
+                (tau_s + prefill_s * donors.num_tokens_of(replica)) * donors.tokens_per_s_of(replica)
+            ),
             training_active=state.training.is_active or state.training.batch_ready,
         )
 
@@ -82,12 +91,21 @@ class Planner(ShiftPolicy):
             kv_capacity_tokens=config.kv_capacity_tokens,
             growth_tokens=config.growth_tokens,
             tokens_per_sequence=self._tokens_per_sequence(state, role),
+            coming_work=self._coming_work(state, role),
+            min_gain_share=config.min_gain_share,
         )
 
     def _tokens_per_sequence(self, state: WorkloadState, role: Role) -> float:
         """What a sequence of `role` counts; alike as long as either role has not finished any."""
         is_known = state.rollout.mean_new_tokens > 0 and state.reward.mean_new_tokens > 0
         return state.of(role).mean_new_tokens if self.config.length_aware and is_known else 1.0
+
+    def _coming_work(self, state: WorkloadState, role: Role) -> float:
+        """Tokens of verdicts still to come from rollout, as far as they count."""
+        per_sequence = self._tokens_per_sequence(state, role)
+        if role is not Role.REWARD or per_sequence == 1.0:
+            return 0.0
+        return self.config.upstream_weight * state.rollout.num_sequences * per_sequence
 
     def _shift_training_up(self, replays: dict[Role, RoleReplay], now_s: float) -> PlanRecord:
         plan = self.plan_for(Role.TRAINING)
@@ -154,18 +172,21 @@ class Planner(ShiftPolicy):
         current: float,
         now_s: float,
     ) -> CandidateRecord:
-        up = replays[up_role].after_shift_up(candidate.up_replicas)
+        up, moved_tokens = replays[up_role].after_shift_up(candidate.up_replicas)
         down = replays[up_role.opposite].after_shift_down(candidate.down_replicas)
         after = self._combined(replays, up_role, up, down)
+        num_after = len(self._allocation.active_of(up_role, self.cluster)) + candidate.num_up
+        prefill_s = self.config.of(up_role).prefill_s_per_token * moved_tokens
+        penalty = candidate.penalty_tokens + prefill_s * up / num_after
         return CandidateRecord(
             up_replicas=candidate.up_replicas,
             down_replicas=candidate.down_replicas,
             training_down=candidate.training_down,
-            penalty_tokens=candidate.penalty_tokens,
+            penalty_tokens=penalty,
             rollout_tokens_per_s=up if up_role is Role.ROLLOUT else down,
             reward_tokens_per_s=up if up_role is Role.REWARD else down,
             tokens_per_s=after,
-            benefit_tokens=self.config.window_s * (after - current) - candidate.penalty_tokens,
+            benefit_tokens=self.config.window_s * (after - current) - penalty,
             refusal=self._refusal(up_role, candidate, now_s),
         )
 

@@ -25,6 +25,8 @@ class TrainingState:
     activity: TrainingActivity = TrainingActivity.IDLE
     batch_ready: bool = False
     """The next batch is complete and waits for training."""
+    is_publishing: bool = False
+    """A step is over and its version not yet published: prompts for it are about to be issued."""
 
     @property
     def is_active(self) -> bool:

@@ -25,6 +25,10 @@ class SchedulerConfig:
     """Off is the ablation where a new replica only gets what waits."""
     growth_margin_tokens: int = 512
     """KV room set aside per sequence beyond its present length, at most what it may still generate."""
+    min_gain_share: float = 0.0
+    """A replica takes a further sequence only while that raises its throughput by at least this share of the
+    mean throughput of its sequences; the others wait in order. Where a replica is nearly saturated, more
+    sequences make all of them slower and add little; the paper fills the KV cache (0)."""
     priority: Priority = first_come
     """Smaller goes first; equal goes by sequence id."""
 
@@ -35,4 +39,8 @@ class SchedulerConfig:
                 self.growth_margin_tokens,
                 "must not be negative",
                 "512 is a good start",
+            )
+        if not 0 <= self.min_gain_share < 1:
+            raise ConfigError(
+                "min_gain_share", self.min_gain_share, "must be in [0, 1)", "0.25 is a good start"
             )

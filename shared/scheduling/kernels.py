@@ -2,11 +2,11 @@
 
 Only `shared.scheduling` calls these. A role's replicas are the columns of one float64 matrix `loads` (counts
 and tokens are exact in it, far below 2^53); its rows are named in `shared.scheduling.rows`. Sequences are
-numbered by their place in dispatch order; `lengths` and `needs` are int64 vectors over them. `overheads[n]`
-is the part of a step of n sequences that does not depend on tokens; it must reach one beyond the most that
-any replica can get.
+numbered by their place in dispatch order; `lengths` and `needs` are int64 vectors over them. `steps` is the
+table of a step of n sequences (rows in `shared.scheduling.rows`); it must reach one beyond the most that any
+replica can get.
 
-    T(n, tok) = n / (A·tok + overheads[n])          A is `attention`, seconds per token
+    T(n, tok) = n / (A·tok + steps[OVERHEAD, n])          A is `attention`, seconds per token
 
 Arithmetic is IEEE, in a fixed order: the flags below only rule out NaN and the sign of zero, so that a
 maximum can be found with vectors. So results equal those of a plain loop in Python, bit for bit.
@@ -21,7 +21,19 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 
-from shared.scheduling.rows import BASE, GAIN, OPEN_T, ROOM, THRESHOLD, TOK, N, T
+from shared.scheduling.rows import (
+    BASE,
+    GAIN,
+    MOST_ATTENTION,
+    OFFER,
+    OPEN_T,
+    OVERHEAD,
+    ROOM,
+    THRESHOLD,
+    TOK,
+    N,
+    T,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,16 +49,17 @@ def kernel(function: F) -> F:
 
 @kernel
 def change(
-    loads: Any, overheads: Any, attention: float, i: int, num_sequences: int, tokens: int, need: int
+    loads: Any, steps: Any, attention: float, i: int, num_sequences: int, tokens: int, need: int
 ) -> None:
     """Add (or with negative numbers take away) sequences of replica `i` with their tokens and KV need."""
     n = loads[N, i] + num_sequences
     tok = loads[TOK, i] + tokens
     attention_s = attention * tok
-    tokens_per_s = n / (attention_s + overheads[int(n)]) if n > 0 else 0.0
+    tokens_per_s = n / (attention_s + steps[OVERHEAD, int(n)]) if n > 0 else 0.0
     loads[N, i], loads[TOK, i], loads[T, i] = n, tok, tokens_per_s
     loads[ROOM, i] -= need
-    loads[BASE, i] = attention_s + overheads[int(n) + 1]
+    loads[OFFER, i] = loads[ROOM, i] if attention_s <= steps[MOST_ATTENTION, int(n)] else -np.inf
+    loads[BASE, i] = attention_s + steps[OVERHEAD, int(n) + 1]
     if loads[OPEN_T, i] >= 0:
         loads[THRESHOLD, i] = loads[OPEN_T, i] = tokens_per_s
 
@@ -75,38 +88,38 @@ def highest(values: Any) -> int:
 @kernel
 def best(loads: Any, extra_s: float, need: int) -> int:
     """The first of the replicas with room that gain most from a sequence taking `extra_s` a step; or -1."""
-    n, base, threshold, room, gain = loads[N], loads[BASE], loads[THRESHOLD], loads[ROOM], loads[GAIN]
+    n, base, threshold, offer, gain = loads[N], loads[BASE], loads[THRESHOLD], loads[OFFER], loads[GAIN]
     for i in range(len(n)):
         more = (n[i] + 1.0) / (base[i] + extra_s) - threshold[i]
-        gain[i] = more if room[i] >= need else -np.inf
+        gain[i] = more if offer[i] >= need else -np.inf
     return highest(gain)
 
 
 @kernel
-def place(loads: Any, overheads: Any, attention: float, length: int, need: int) -> int:
+def place(loads: Any, steps: Any, attention: float, length: int, need: int) -> int:
     """Put a sequence where it gains most; that replica, or -1 if it fits nowhere."""
     target = best(loads, attention * length, need)
     if target >= 0:
-        change(loads, overheads, attention, target, 1, length, need)
+        change(loads, steps, attention, target, 1, length, need)
     return target
 
 
 @kernel
-def add_all(loads: Any, overheads: Any, attention: float, lengths: Any, needs: Any, homes: Any) -> None:
+def add_all(loads: Any, steps: Any, attention: float, lengths: Any, needs: Any, homes: Any) -> None:
     """Add every sequence to its home, where it has one."""
     for s in range(len(homes)):
         if homes[s] >= 0:
-            change(loads, overheads, attention, homes[s], 1, lengths[s], needs[s])
+            change(loads, steps, attention, homes[s], 1, lengths[s], needs[s])
 
 
 @kernel
 def take_off(
-    loads: Any, overheads: Any, attention: float, lengths: Any, needs: Any, homes: Any, gone: Any
+    loads: Any, steps: Any, attention: float, lengths: Any, needs: Any, homes: Any, gone: Any
 ) -> None:
     """Take the sequences `gone` off their homes."""
     for k in range(len(gone)):
         s = gone[k]
-        change(loads, overheads, attention, homes[s], -1, -lengths[s], -needs[s])
+        change(loads, steps, attention, homes[s], -1, -lengths[s], -needs[s])
 
 
 @kernel
@@ -198,7 +211,7 @@ def push_all(lengths: Any, roots: Any, children: Any, siblings: Any, sequences: 
 @kernel
 def moves(
     loads: Any,
-    overheads: Any,
+    steps: Any,
     attention: float,
     lengths: Any,
     needs: Any,
@@ -217,16 +230,16 @@ def moves(
             break
         length, need = lengths[s], needs[s]
         before = loads[T, source]
-        change(loads, overheads, attention, source, -1, -length, -need)
+        change(loads, steps, attention, source, -1, -length, -need)
         target = best(loads, attention * length, need)
         if target < 0 or target == source:
-            change(loads, overheads, attention, source, 1, length, need)
+            change(loads, steps, attention, source, 1, length, need)
             break
         target_before = loads[T, target]
-        change(loads, overheads, attention, target, 1, length, need)
+        change(loads, steps, attention, target, 1, length, need)
         if not is_sum_positive(loads[T, source], loads[T, target], -before, -target_before):
-            change(loads, overheads, attention, target, -1, -length, -need)
-            change(loads, overheads, attention, source, 1, length, need)
+            change(loads, steps, attention, target, -1, -length, -need)
+            change(loads, steps, attention, source, 1, length, need)
             break
         roots[source] = _without_root(lengths, children, siblings, s)
         roots[target] = _meld(lengths, children, siblings, s, roots[target])

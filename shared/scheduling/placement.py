@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shared.scheduling.kernels import best, change, highest, kernel
-from shared.scheduling.rows import BASE, ROOM, N, T
+from shared.scheduling.rows import BASE, OFFER, N, T
 
 _BLOCK = 16
 """Replicas bounded together."""
@@ -50,7 +50,7 @@ def _top_of(block: int, gains: Any, row: Any, tops: Any) -> None:
 
 @kernel
 def _place_bounded(
-    loads: Any, overheads: Any, attention: float, lengths: Any, needs: Any, waiting: Any, targets: Any
+    loads: Any, steps: Any, attention: float, lengths: Any, needs: Any, waiting: Any, targets: Any
 ) -> int:
     size = loads.shape[1]
     num_blocks = (size + _BLOCK - 1) // _BLOCK
@@ -66,7 +66,7 @@ def _place_bounded(
         scale = max(scale, _gains_of(loads, i, grid_s, gains))
     for block in range(num_blocks):
         _top_of(block, gains, row, tops)
-    n, base, tokens_per_s, room = loads[N], loads[BASE], loads[T], loads[ROOM]
+    n, base, tokens_per_s, offer = loads[N], loads[BASE], loads[T], loads[OFFER]
     for k in range(len(waiting)):
         s = waiting[k]
         need = needs[s]
@@ -85,7 +85,7 @@ def _place_bounded(
         while True:
             for i in range(b * _BLOCK, min(b * _BLOCK + _BLOCK, size)):
                 gain = (n[i] + 1.0) / (base[i] + extra_s) - tokens_per_s[i]
-                if room[i] >= need and (gain > most or (gain == most and i < first)):
+                if offer[i] >= need and (gain > most or (gain == most and i < first)):
                     most, first = gain, i
             reach = most - _MARGIN * scale
             while b_next < num_blocks and (b_next == start_at or bounds[b_next] < reach):
@@ -96,7 +96,7 @@ def _place_bounded(
             b_next += 1
         if first < 0:
             return k
-        change(loads, overheads, attention, first, 1, lengths[s], need)
+        change(loads, steps, attention, first, 1, lengths[s], need)
         scale = max(scale, _gains_of(loads, first, grid_s, gains))
         _top_of(first // _BLOCK, gains, row, tops)
         targets[k] = first
@@ -105,19 +105,19 @@ def _place_bounded(
 
 @kernel
 def place_all(
-    loads: Any, overheads: Any, attention: float, lengths: Any, needs: Any, waiting: Any, targets: Any
+    loads: Any, steps: Any, attention: float, lengths: Any, needs: Any, waiting: Any, targets: Any
 ) -> int:
     """Place the sequences `waiting` in order until one fits nowhere, replicas into `targets`; how many were.
 
     All replicas in `loads` are open.
     """
     if loads.shape[1] > _FEW and len(waiting) > 0:
-        return _place_bounded(loads, overheads, attention, lengths, needs, waiting, targets)
+        return _place_bounded(loads, steps, attention, lengths, needs, waiting, targets)
     for k in range(len(waiting)):
         s = waiting[k]
         target = best(loads, attention * lengths[s], needs[s])
         if target < 0:
             return k
-        change(loads, overheads, attention, target, 1, lengths[s], needs[s])
+        change(loads, steps, attention, target, 1, lengths[s], needs[s])
         targets[k] = target
     return len(waiting)

@@ -16,4 +16,11 @@ BASE = 6
 """Seconds of a step with one sequence more, without that sequence's tokens."""
 GAIN = 7
 """Room to work in."""
-NUM_ROWS = 8
+OFFER = 8
+"""KV tokens offered to dispatch: ROOM, or minus infinity while a further sequence would gain too little."""
+NUM_ROWS = 9
+
+OVERHEAD = 0
+"""Of the table of steps, by n: the part of a step of n sequences that does not depend on tokens, seconds."""
+MOST_ATTENTION = 1
+"""Of the table of steps, by n: seconds of attention up to which a replica of n takes one more."""

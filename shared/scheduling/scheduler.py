@@ -64,7 +64,7 @@ class Scheduler:
         self._on: dict[ReplicaId, set[SequenceId]] = {}
         self._capacity: dict[ReplicaId, int] = {}
         self._leaving: set[ReplicaId] = set()
-        self._loads = ReplicaLoads(self._model, {})
+        self._loads = self._new_loads()
         self._counts = dict.fromkeys(("num_stale_reports", "num_dispatched", "num_aborts", "num_moves"), 0)
         self._counts |= dict.fromkeys(("num_finished", "num_failed"), 0)
         self._mean_new_tokens = 0.0
@@ -328,8 +328,12 @@ class Scheduler:
         self._leaving.discard(replica)
         self._rebuild()
 
+    def _new_loads(self) -> ReplicaLoads:
+        share = self._config.min_gain_share if self._config.throughput_model else 0.0
+        return ReplicaLoads(self._model, self._capacity, min_gain_share=share)
+
     def _rebuild(self) -> None:
-        self._loads = ReplicaLoads(self._model, self._capacity)
+        self._loads = self._new_loads()
         for replica, sequences in self._on.items():
             at = self._loads.index[replica]
             states = [self._sequences[sequence] for sequence in sequences]

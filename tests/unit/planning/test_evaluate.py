@@ -40,11 +40,13 @@ def test_idle_and_stalled_roles():
 def test_a_new_replica_takes_the_queue_then_levels_the_load():
     busy = load(Role.ROLLOUT, {0: [100] * 20})
     after = replay(busy, R[:1], R[1:2]).after_shift_up(R[1:2])
-    assert after == pytest.approx(2 * H20_7B_TP1.tokens_per_s(10, 1_000))
+    assert after.tokens_per_s == pytest.approx(2 * H20_7B_TP1.tokens_per_s(10, 1_000))
     queued = load(Role.ROLLOUT, {0: [100] * 10}, [100] * 10)
-    assert replay(queued, R[:1], R[1:2]).after_shift_up(R[1:2]) == pytest.approx(after)
+    level = replay(queued, R[:1], R[1:2]).after_shift_up(R[1:2])
+    assert level.tokens_per_s == pytest.approx(after.tokens_per_s)
+    assert (after.moved_tokens, level.moved_tokens) == (1_000, 0), "what waits is prefilled in any case"
     alone = replay(busy, R[:1], R[1:2], migrate=False)
-    assert alone.after_shift_up(R[1:2]) == alone.tokens_per_s
+    assert alone.after_shift_up(R[1:2]) == (alone.tokens_per_s, 0)
 
 
 def test_leaving_replicas_hand_their_work_to_the_rest():
@@ -58,7 +60,7 @@ def test_leaving_replicas_hand_their_work_to_the_rest():
 def test_work_on_replicas_that_hold_no_device_counts_as_waiting():
     role = replay(load(Role.ROLLOUT, {0: [100] * 4}), [], R[:2])
     assert role.tokens_per_s == 0
-    assert role.after_shift_up(R[1:2]) == H20_7B_TP1.tokens_per_s(4, 400)
+    assert role.after_shift_up(R[1:2]).tokens_per_s == H20_7B_TP1.tokens_per_s(4, 400)
 
 
 def test_lengths_that_were_not_listed_count_as_equal():

@@ -334,7 +334,7 @@ def test_the_chosen_benefit_equals_brute_force(num_busy, each, num_free, reward_
         downs = [r for p, e in zip(pairs, taken, strict=True) if e for r in p.down_replicas]
         penalty = sum(p.penalty_tokens for p, e in zip(pairs, taken, strict=True) if e)
         after = combined_tokens_per_s(
-            n_up, replays[up].after_shift_up(ups), n_down, replays[down].after_shift_down(downs)
+            n_up, replays[up].after_shift_up(ups).tokens_per_s, n_down, replays[down].after_shift_down(downs)
         )
         best = max(best, 60.0 * (after - current) - penalty)
     chosen = max((c.benefit_tokens for c in record.candidates if c.is_chosen), default=0.0)
