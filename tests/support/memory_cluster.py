@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,6 +22,7 @@ from shared.runtime.metrics import Metrics
 from shared.runtime.run_folder import Endpoints, RunFolder
 from shared.weights.gps_client import GpsClient
 from shared.weights.memory_transport import MemoryTransport
+from shared.weights.ports import Transport
 from tests.support.gps_cluster import TOKEN, write_checkpoint
 
 
@@ -37,9 +38,14 @@ class MemoryCluster:
 
 @contextlib.asynccontextmanager
 async def memory_cluster(
-    folder: Path, num_nodes: int, *, node_bytes: int, **gps: Any
+    folder: Path,
+    num_nodes: int,
+    *,
+    node_bytes: int,
+    make: Callable[[str], Transport] = MemoryTransport,
+    **gps: Any,
 ) -> AsyncIterator[MemoryCluster]:
-    """`num_nodes` nodes that all serve when the block begins."""
+    """`num_nodes` nodes that all serve when the block begins; `make` opens an agent's transport."""
     write_checkpoint(folder / "model")
     run_folder = RunFolder(folder / "run")
     run_folder.create()
@@ -79,7 +85,7 @@ async def memory_cluster(
             stack.push_async_callback(ctx._close)
             contexts.append(ctx)
             assert config.gps is not None
-            service = await open_cluster(ctx, config.gps, make=MemoryTransport)
+            service = await open_cluster(ctx, config.gps, make=make)
             app = make_app(
                 "gps", token=TOKEN, routers=[gps_router(service, run_folder)], ready=service.waits_for
             )
