@@ -19,6 +19,7 @@ from services.gps.packing import group_size_for
 from services.gps.peers import Cluster
 from services.gps.receivers import Receivers
 from services.gps.refill import ModelSource, Refill
+from services.gps.regions import Regions
 from services.gps.remote_reads import RemoteReads
 from services.gps.settings import GpsSettings
 from services.gps.store import Store
@@ -85,7 +86,6 @@ async def open_cluster(
     store = Store(pool, new_id=lambda: secrets.token_hex(8), max_lease_s=settings.max_lease_s)
     service = _assemble(ctx, cluster, store, manifest, sources, transport, size)
     ctx.exits.callback(service.holder.close)
-    ctx.exits.callback(service.receivers.close)
     await ctx.bus.ensure_bucket(ctx.subjects.gps_bucket)
     await ctx.bus.ensure_bucket(ctx.subjects.policy_bucket)
     await ctx.bus.subscribe(ctx.subjects.gps_heartbeat, service.members.hear)
@@ -165,7 +165,8 @@ def _assemble(
     async def publish(version: PolicyVersion) -> None:
         await ctx.bus.kv_put(ctx.subjects.policy_bucket, POLICY_VERSION_KEY, version)
 
-    holder = Holder(cluster, store, ctx.config.run.name, now_s, lambda: late[0].changed())
+    regions = Regions(cluster.links, now_s, 2 * config.copy_deadline_s)
+    holder = Holder(cluster, store, ctx.config.run.name, now_s, lambda: late[0].changed(), regions)
     plans = ViewPlans(cluster, NODE_LINK)
     reads = RemoteReads(holder, plans, transport.check)
     members = Members(

@@ -16,13 +16,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.gps.packing import Packing
 from services.gps.peers import Cluster
+from services.gps.regions import Regions
 from services.gps.store import Store
 from services.gps.versions import Buffer, Lease, Model, in_threads, version_checksum
 from shared.contracts.gps_cluster import MAX_SLICES, HashSlices, SliceBox, SlicesHashed, VersionCommit
@@ -31,7 +31,6 @@ from shared.layout.tensor_layout import Box
 from shared.weights.checksum import checksum_bytes
 from shared.weights.landing import Landing, make_landing
 from shared.weights.peer_links import Pull
-from shared.weights.ports import memory_of
 
 _log = logging.getLogger("pivotrl.gps")
 Slices = Sequence[tuple[str, Box]]
@@ -55,12 +54,14 @@ class Holder:
     run: str
     now_s: Callable[[], float]
     changed: Callable[[], None]
+    regions: Regions
+    receivers: dict[tuple[str, str], Landing] = field(default_factory=dict)
+    """Landing buffers by (receiver, model)."""
     open: dict[str, OpenShard] = field(default_factory=dict)
     lineages: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
     """Of the readable shards."""
     _locks: dict[str, asyncio.Lock] = field(default_factory=dict)
-    _registered: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
     _staging: dict[str, Landing] = field(default_factory=dict)
     _torn_staging: set[str] = field(default_factory=set)
 
@@ -74,16 +75,17 @@ class Holder:
     # regions
 
     async def register(self) -> None:
-        """Make the transport know exactly the regions there are. Those that stay are not touched."""
-        wanted = {str(b.region.path): b.region.memory for m in self._models() for b in m.buffers}
-        wanted |= {str(landing.path): landing.memory for landing in self._staging.values()}
-        for path in [path for path in self._registered if wanted.get(path) is not self._registered[path]]:
-            del self._registered[path]
-            await self.cluster.links.unregister(Path(path).name)
-        for path, memory in wanted.items():
-            if path not in self._registered and memory.nbytes:
-                await self.cluster.links.register(Path(path).name, memory_of(memory, path))
-                self._registered[path] = memory
+        """Make the transport know exactly the regions there are."""
+        await self.regions.follow(
+            lambda: (
+                {str(b.region.path): b.region.memory for m in self._models() for b in m.buffers}
+                | {str(landing.path): landing.memory for landing in self.landings()}
+            )
+        )
+
+    def landings(self) -> list[Landing]:
+        """Landing buffers of receivers and writers."""
+        return [*self._staging.values(), *self.receivers.values()]
 
     def _models(self) -> list[Model]:
         return [self.store.model(name) for name in self.cluster.specs if self.store.has(name)]
@@ -301,7 +303,7 @@ class Holder:
         return lease.lease_id, buffer.region.path.name
 
     def close(self) -> None:
-        for landing in self._staging.values():
+        for landing in self.landings():
             landing.remove()
 
 

@@ -1,10 +1,10 @@
 """A node's life among the others: heartbeats, the view, and what follows when it changes.
 
-    every `heartbeat_s`    say that this node lives; read the view and the commit records; take the lost out;
-                           join if the view does not know this life; fill what is not current; serve
+    every `heartbeat_s`    read the view and the commit records; take the lost out; join if the view does not
+                           know this life; begin to fill what is not current; serve once all is
 
-One task does all of it, in this order, so that nothing happens twice at a time. What fails because the broker
-or a peer is away is logged once and tried again at the next beat.
+One task does all of it, in this order, so that nothing happens twice at a time; the heartbeat itself and a
+refill run beside it. What fails because the broker or a peer is away is logged once and tried again.
 """
 
 import asyncio
@@ -43,6 +43,8 @@ class Members:
     waits_for: str | None = "the cluster's view"
     is_leaving: bool = False
     _said: str = ""
+    _revision: int = 0
+    _filling: asyncio.Task[None] | None = None
     _beat: asyncio.Event = field(default_factory=asyncio.Event)
 
     # the record
@@ -55,18 +57,19 @@ class Members:
             nodes = range(len(self.cluster.config.nodes))
             view, revision = found or (first_view(nodes, self.group_size), 0)
             wanted = step(view)
-            if wanted == view and found is not None:
-                await self._take(view)
-                return view
-            try:
-                await bus.kv_swap(bucket, VIEW_KEY, wanted, revision)
-            except Conflict:
-                continue
-            await self._take(wanted)
+            if wanted != view or found is None:
+                try:
+                    revision = await bus.kv_swap(bucket, VIEW_KEY, wanted, revision)
+                except Conflict:
+                    continue
+            await self._take(wanted, revision)
             return wanted
         raise Conflict(f"the view changed {_ATTEMPTS} times while {self.cluster.name} tried to change it")
 
-    async def _take(self, view: ClusterView) -> None:
+    async def _take(self, view: ClusterView, revision: int) -> None:
+        if revision <= self._revision:  # read before, arrived after a newer one
+            return
+        self._revision = revision
         old, self.cluster.view = self.cluster.view, view
         if old != view:
             _log.info("%s", view.summary())
@@ -113,7 +116,7 @@ class Members:
         """Read what stands. Raises BusError."""
         bus, bucket = self.cluster.bus, self.cluster.subjects.gps_bucket
         if found := await bus.kv_get(bucket, VIEW_KEY, ClusterView):
-            await self._take(found[0])
+            await self._take(*found)
         for model in self.cluster.specs:
             if commit := await bus.kv_get(bucket, commit_key(model), VersionCommit):
                 await self.see(commit[0])
@@ -122,6 +125,9 @@ class Members:
 
     async def hear(self, message: Message) -> None:
         if isinstance(message, NodeHeartbeat):
+            if message.node == self.cluster.node and message.incarnation != self.cluster.incarnation:
+                self._say(f"another process is node {message.node} too, or was until a moment ago")
+                return
             self.silence.hear(message, self.clock.now_s())
             if message.leaving:
                 self._beat.set()
@@ -179,9 +185,22 @@ class Members:
         if not group_of(self.cluster.view, node):
             self.waits_for = f"{self.group_size} nodes for a new group"
             return
-        await self._fill()
-        await self.change(lambda view: serve(view, node, life))
-        self.waits_for = None
+        if not self._is_full():
+            if self._filling is None:  # beside the beat: a long refill must not keep others from being seen
+                self._filling = asyncio.create_task(self._fill())
+                self._filling.add_done_callback(lambda _: self._beat.set())
+            if not self._filling.done():
+                return
+            filled, self._filling = self._filling, None
+            filled.result()
+        if self._is_full():
+            await self.change(lambda view: serve(view, node, life))
+            self.waits_for = None
+
+    def _is_full(self) -> bool:
+        assert self.refill is not None
+        refill = self.refill
+        return all(refill.holder.store.has(m) and refill.is_current(m) for m in self.cluster.specs)
 
     async def _fill(self) -> None:
         assert self.refill is not None

@@ -17,7 +17,6 @@ from shared.contracts.gps import PoolView, ReadGrant, ReadRequest
 from shared.errors import Conflict, InvalidRequest
 from shared.layout.tensor_layout import whole
 from shared.weights.landing import Landing, check_name, make_landing
-from shared.weights.ports import memory_of
 
 MAX_RECEIVERS = 1024
 
@@ -71,7 +70,8 @@ class Receivers:
             filled_bytes=nbytes,
             folder=self.holder.store.pool.folder,
         )
-        await self.holder.cluster.links.register(landing.region, memory_of(landing.memory, str(landing.path)))
+        self.holder.receivers[receiver, model] = landing
+        await self.holder.register()
         view = PoolView(path=str(landing.path), nbytes=canonical.nbytes, tensors=canonical.tensors)
         self._known[receiver, model] = Receiver(landing, view)
         return view
@@ -80,9 +80,9 @@ class Receivers:
         """Forget the landing buffers of `receiver`; how many there were."""
         keys = [key for key in self._known if key[0] == receiver]
         for key in keys:
-            found = self._known.pop(key)
-            await self.holder.cluster.links.unregister(found.landing.region)
-            found.landing.remove()
+            del self._known[key]
+            self.holder.receivers.pop(key).remove()
+        await self.holder.register()
         return len(keys)
 
     async def read(self, request: ReadRequest, parts: tuple[Part, ...], deadline_s: float) -> ReadGrant:
@@ -182,7 +182,3 @@ class Receivers:
     def leases(self) -> list[Lease]:
         now_s = self.holder.now_s()
         return [f.lease for f in self._known.values() if f.lease and f.lease.expires_s > now_s]
-
-    def close(self) -> None:
-        for found in self._known.values():
-            found.landing.remove()

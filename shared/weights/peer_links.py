@@ -85,9 +85,12 @@ class PeerLinks:
         )
 
     async def unregister(self, region: str) -> None:
-        """Forget `region` and the lists over it."""
+        """Forget `region` and the lists over it; copies into it are cancelled, their peers forgotten."""
 
         def work() -> None:
+            copies = [copy for batch in self._batches for copy in batch.copies if not copy.is_done]
+            for agent in {copy.pull.peer.agent for copy in copies if copy.pull.local_region == region}:
+                self._forget(agent)
             self._drop([key for key in self._lists if key[2] == region])
             self._live().unregister(region)
 
