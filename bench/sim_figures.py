@@ -21,9 +21,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from shared.planning.config import PlannerConfig
-from shared.sim.driver import Options, RunResult, Simulation
+from shared.sim.driver import Simulation
 from shared.sim.modes import get_mode, paper_shares
 from shared.sim.report import describe, summary
+from shared.sim.run import Options, RunResult
 from shared.sim.scenarios import get_scenario
 
 Rows = list[dict[str, Any]]

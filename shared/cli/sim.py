@@ -2,9 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,13 +13,12 @@ from rich.table import Table
 
 from shared.errors import ConfigError
 from shared.planning.config import PlannerConfig
-from shared.sim.driver import Options, Simulation
-from shared.sim.modes import MODES, get_mode, paper_shares
-from shared.sim.report import describe, digest, summary
+from shared.sim.compare import run_all
+from shared.sim.modes import MODES, get_mode
+from shared.sim.report import digest, summary
+from shared.sim.run import Options
 from shared.sim.scenarios import SCENARIOS, Scenario, get_scenario, scenario_from
-from shared.sim.search import best_split, feasible_splits
 
-SEARCHED = ("disaggregated", "rollout_reward_colocated")
 Rows = list[dict[str, Any]]
 
 
@@ -39,6 +35,7 @@ def sim(
     best: Annotated[bool, typer.Option(help="search the best split of the baselines too")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
     out: Annotated[Path | None, typer.Option(help="write the rows here too")] = None,
+    jobs: Annotated[int, typer.Option(help="runs side by side, each in a process")] = 1,
     list_: Annotated[bool, typer.Option("--list", help="name scenarios and modes")] = False,
 ) -> None:
     """Compare deployments on a simulated cluster: throughput, efficiency, where the device time goes."""
@@ -46,6 +43,8 @@ def sim(
         typer.echo("scenarios: " + " ".join(SCENARIOS))
         typer.echo("modes:     " + " ".join(MODES))
         return
+    if jobs < 1:
+        raise ConfigError("jobs", jobs, "must be at least 1", "Try the number of cores")
     if steps <= warmup:
         raise ConfigError("steps", steps, f"must exceed warmup = {warmup}", "Raise it")
     names = list(SCENARIOS) if scenario == ["all"] else scenario
@@ -61,10 +60,17 @@ def sim(
         console=Console(stderr=True),
         transient=True,
     ) as progress:
-        for described in run_all(scenarios, modes, seeds, options, best=best, progress=progress):
-            rows.append(described)
+        tasks: dict[str, TaskID] = {}
+
+        def on_phase(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = progress.add_task(phase, total=total)
+            progress.update(tasks[phase], completed=done)
+
+        for row in run_all(scenarios, modes, seeds, options, best=best, jobs=jobs, on_phase=on_phase):
+            rows.append(row)
             if as_json:
-                typer.echo(json.dumps(described))
+                typer.echo(json.dumps(row))
             if out:
                 out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if not as_json:
@@ -83,43 +89,6 @@ def load_scenario(name: str, gpus: int | None = None) -> Scenario:
     else:
         found = get_scenario(name)
     return found if gpus is None else found.on_devices(gpus)
-
-
-def run_all(
-    scenarios: list[Scenario],
-    modes: list[str],
-    seeds: int,
-    options: Options,
-    *,
-    best: bool,
-    progress: Progress,
-) -> Iterator[dict[str, Any]]:
-    """Each scenario and mode with the paper's split, then the best one, over all seeds."""
-    for scenario in scenarios:
-        for name in modes:
-            mode = MODES[name]
-            splits = {"paper" if name != "colocated" else "-": paper_shares(scenario, mode)}
-            if best and name in SEARCHED:
-                count = len(list(feasible_splits(scenario, mode)))
-                task = progress.add_task(f"{scenario.name} {name}: splits", total=count + 4)
-                found = best_split(scenario, name, 0, options, on_tried=partial(progress.advance, task))
-                progress.remove_task(task)
-                splits["best"] = found.best
-            for split, shares in splits.items():
-                task = progress.add_task(f"{scenario.name} {name} {split}", total=seeds * options.num_steps)
-                watched = replace(options, on_step=partial(_advance, progress, task))
-                for seed in range(seeds):
-                    before = time.process_time()
-                    row = describe(Simulation(scenario, mode, shares, seed, watched).run(), split)
-                    yield row | {
-                        "planner_ms": row.get("planner_ms"),
-                        "cpu_s": round(time.process_time() - before, 2),
-                    }
-                progress.remove_task(task)
-
-
-def _advance(progress: Progress, task: TaskID, step: int) -> None:
-    progress.advance(task)
 
 
 def table(scenario: Scenario, rows: Rows) -> Table:

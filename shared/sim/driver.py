@@ -20,7 +20,6 @@ from math import inf
 
 from shared.errors import PivotError
 from shared.ids import ReplicaId, Role, SequenceId, sample_id
-from shared.planning.config import PlannerConfig
 from shared.planning.plan import (
     Direction,
     ExecuteShift,
@@ -53,86 +52,16 @@ from shared.scheduling.sequence import (
     SequenceSubmitted,
 )
 from shared.scheduling.staleness import num_issuable, sample_staleness
-from shared.scheduling.throughput import ThroughputModel
 from shared.sim.cluster import Engine, EngineModel, Usage
-from shared.sim.faults import FaultDraws, Faults
+from shared.sim.faults import FaultDraws
 from shared.sim.kernel import DECIDE, REPORT, EventQueue
-from shared.sim.modes import Mode, RoleCosts, margin_of, planner_config, start_of, training_shift_s
+from shared.sim.modes import Mode, RoleCosts, planner_config, start_of, training_shift_s
+from shared.sim.run import GENERATING, Account, Options, RunResult, TimelinePoint
 from shared.sim.scenarios import Scenario, Shares
 from shared.sim.workload import Sample
 
-GENERATING = (Role.ROLLOUT, Role.REWARD)
 FIXED_REPORT_S = 15.0
 """Between reports of progress where nothing is decided from them but where to dispatch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What can be varied about a run without changing what is run."""
-
-    num_steps: int = 10
-    warmup_steps: int = 3
-    planner: PlannerConfig = field(default_factory=PlannerConfig)
-    """Window, hysteresis and the like; models and shift times come from the scenario."""
-    planning_models: Mapping[Role, ThroughputModel] = field(default_factory=dict)
-    """What the planner and schedulers believe, where it is not what engines do."""
-    timer: Callable[[], float] | None = None
-    """Seconds of a real clock, to measure decisions; None leaves them out."""
-    on_step: Callable[[int], None] | None = None
-    faults: Faults = field(default_factory=Faults)
-    on_event: Callable[["Simulation"], None] | None = None
-    """Called after each event, to check invariants."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimelinePoint:
-    """Devices of each role from a moment on, and tokens generated until then."""
-
-    at_s: float
-    rollout_devices: int
-    reward_devices: int
-    is_training: bool
-    rollout_tokens: float
-    reward_tokens: float
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """Everything counted until a moment."""
-
-    at_s: float
-    usage: Mapping[Role, Usage]
-    training_active_s: float
-    training_holds_s: float
-    shifting_device_s: float
-    num_shifts: int
-    num_trained: int
-
-
-@dataclass(slots=True)
-class RunResult:
-    """A finished run, for `report`."""
-
-    scenario: Scenario
-    mode: Mode
-    shares: Shares
-    seed: int
-    options: Options
-    start: Account
-    end: Account
-    engines: Mapping[Role, EngineModel]
-    trained: list[Sample]
-    """Samples of the measured steps."""
-    step_ends_s: list[float]
-    timeline: list[TimelinePoint]
-    decide_ms: list[float]
-    plans: list[PlanRecord]
-    max_staleness: int
-    num_events: int
-    num_moves: int
-    """Sequences stopped to run elsewhere, for whatever reason."""
-    num_deaths: int
-    num_failed_shifts: int
 
 
 @dataclass(slots=True)
@@ -179,6 +108,7 @@ class Simulation:
                 device.wake_s + self._read_s[role],
                 device.sleep_s,
                 self.engine_models[role].kv_capacity_tokens,
+                self.engine_models[role].prefill_s_per_token,
                 options.planning_models.get(role, self.engine_models[role].throughput),
             )
             for role in GENERATING
@@ -196,7 +126,8 @@ class Simulation:
                 SchedulerConfig(
                     throughput_model=costs[role].model if mode.use_throughput_model else None,
                     migration=mode.migration,
-                    growth_margin_tokens=margin_of(scenario, mode),
+                    growth_margin_tokens=scenario.growth_margin_tokens,
+                    min_gain_share=mode.min_gain_share,
                 )
             )
             for role in GENERATING
@@ -461,8 +392,6 @@ class Simulation:
         self._mark()
         if self.num_trained == self.options.warmup_steps:
             self._start_account = self._account()
-        if self.options.on_step:
-            self.options.on_step(self.num_trained)
         self.queue.after(self._write_s, self._publish)
         self._maybe_train()
         self._decide_soon()
@@ -505,7 +434,7 @@ class Simulation:
         state = WorkloadState(
             self.schedulers[Role.ROLLOUT].load(),
             self.schedulers[Role.REWARD].load(),
-            TrainingState(activity, self._is_batch_ready),
+            TrainingState(activity, self._is_batch_ready, is_publishing=self.version < self.num_trained),
         )
         timer = self.options.timer
         before = timer() if timer else 0.0

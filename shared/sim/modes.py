@@ -24,11 +24,14 @@ class Mode:
     use_throughput_model: bool = True
     migration: bool = True
     length_aware: bool = False
+    """This and the next five are options of the schedulers and the planner (see their configurations)."""
+    upstream_weight: float = 0.0
+    wait_for_version: bool = False
+    counts_prefill: bool = False
+    """The planner knows what prefilling moved sequences costs."""
+    min_gain_share: float = 0.0
     rebalance: bool = False
     """Sequences also move to replicas that have run empty between shifts."""
-    growth_margin_tokens: int | None = None
-    """KV room set aside per sequence, in place of the scenario's. A large one keeps fewer on a replica, in
-    issue order, so that older batches finish first and batches do not all end at once."""
     is_fixed: bool = False
     """Devices never move: nothing to decide."""
 
@@ -40,10 +43,22 @@ MODES: Mapping[str, Mode] = {
         Mode("disaggregated", "disaggregated", is_fixed=True),
         Mode("rollout_reward_colocated", "rollout_reward_colocated"),
         Mode("pivot", "pivot"),
-        Mode("pivot_best", "pivot", length_aware=True, rebalance=True, growth_margin_tokens=14_000),
+        Mode(
+            "pivot_best",
+            "pivot",
+            length_aware=True,
+            upstream_weight=0.5,
+            wait_for_version=True,
+            counts_prefill=True,
+            min_gain_share=0.25,
+            rebalance=True,
+        ),
         Mode("pivot_rebalance", "pivot", rebalance=True),
         Mode("pivot_length_aware", "pivot", length_aware=True),
-        Mode("pivot_ordered", "pivot", growth_margin_tokens=14_000),
+        Mode("pivot_upstream", "pivot", length_aware=True, upstream_weight=0.5),
+        Mode("pivot_prefill", "pivot", counts_prefill=True),
+        Mode("pivot_wait", "pivot", wait_for_version=True),
+        Mode("pivot_admission", "pivot", min_gain_share=0.25),
         Mode("static", "static"),
         Mode("rule_based", "rule_based"),
         Mode("vanilla", "pivot", use_throughput_model=False, migration=False),
@@ -104,6 +119,7 @@ class RoleCosts:
     shift_up_s: float
     shift_down_s: float
     kv_capacity_tokens: int
+    prefill_s_per_token: float
     model: ThroughputModel
 
 
@@ -117,7 +133,9 @@ def planner_config(
         return RolePlanning(
             cost.model,
             cost.kv_capacity_tokens,
-            margin_of(scenario, mode),
+            prefill_s_per_token=cost.prefill_s_per_token if mode.counts_prefill else 0.0,
+            min_gain_share=mode.min_gain_share,
+            growth_tokens=scenario.growth_margin_tokens,
             shift_up_s=cost.shift_up_s,
             shift_down_s=cost.shift_down_s,
         )
@@ -133,12 +151,9 @@ def planner_config(
         use_throughput_model=mode.use_throughput_model,
         migration=mode.migration,
         length_aware=mode.length_aware or base.length_aware,
+        upstream_weight=max(mode.upstream_weight, base.upstream_weight),
+        wait_for_version=mode.wait_for_version or base.wait_for_version,
     )
-
-
-def margin_of(scenario: Scenario, mode: Mode) -> int:
-    """KV tokens that schedulers set aside per sequence."""
-    return scenario.growth_margin_tokens if mode.growth_margin_tokens is None else mode.growth_margin_tokens
 
 
 def training_shift_s(model: LanguageModel, device: Device, num_devices: int) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from shared.ids import Role
 from shared.sim.cluster import EngineModel, Usage
-from shared.sim.driver import GENERATING, RunResult
+from shared.sim.run import GENERATING, RunResult
 from shared.sim.scenarios import Scenario
 from shared.sim.workload import Sample
 

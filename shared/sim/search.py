@@ -6,13 +6,15 @@ better than the best simulated so far: so the rest is searched without being run
 full. Training's share is searched too. Where lengths drift, every split plays the whole drift.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shared.errors import PivotError
-from shared.sim.driver import Options, Simulation, engine_models
+from shared.sim.driver import Simulation, engine_models
 from shared.sim.modes import MODES, Mode
 from shared.sim.report import describe, fluid_bound
+from shared.sim.run import Options
 from shared.sim.scenarios import Scenario, Shares
 
 _STEPS_A_SIDE = 16
@@ -43,48 +45,73 @@ class SearchResult:
     num_feasible: int
 
 
+class Trial(NamedTuple):
+    """One split to run; plain data, so that it can be sent to another process."""
+
+    scenario: Scenario
+    mode: Mode
+    shares: Shares
+    seed: int
+    options: Options
+
+
+def speed_of(trial: Trial) -> float:
+    """Tokens/s; 0 for shares that no run can use, or a run that stands still."""
+    try:
+        run = Simulation(trial.scenario, trial.mode, trial.shares, trial.seed, trial.options).run()
+    except PivotError:
+        return 0.0
+    speed: float = describe(run)["throughput_tokens_per_s"]
+    return speed
+
+
+Speeds = Callable[[Sequence[Trial]], Sequence[float]]
+
+
+def _in_turn(trials: Sequence[Trial]) -> list[float]:
+    return [speed_of(trial) for trial in trials]
+
+
 def best_split(
     scenario: Scenario,
     mode_name: str,
     seed: int,
     options: Options,
     *,
-    num_full: int = 3,
+    num_full: int = 4,
     prune: bool = True,
-    on_tried: Callable[[], None] | None = None,
+    at_once: int = 1,
+    speeds: Speeds = _in_turn,
 ) -> SearchResult:
-    """The fastest split of `mode_name` on `seed`. Splits whose run stands still are left out."""
+    """The fastest split of `mode_name` on `seed`.
+
+    `speeds` runs trials, `at_once` of them side by side. Where lengths do not drift, all are first tried on
+    runs of a few steps; the best `num_full` of these are run in full.
+    """
     mode = MODES[mode_name]
-    is_drifting = (
-        scenario.workload.response_drift.shape != "none" or scenario.workload.verdict_drift.shape != "none"
-    )
-    short = options if is_drifting else replace(options, num_steps=min(5, options.num_steps), warmup_steps=2)
-    short = replace(short, timer=None, on_step=None)
-    full = replace(options, timer=None, on_step=None)
-
-    def speed(shares: Shares, how: Options) -> float:
-        try:
-            row = describe(Simulation(scenario, mode, shares, seed, how).run())
-        except PivotError:  # shares no run can use, or one that stands still
-            return 0.0
-        finally:
-            if on_tried:
-                on_tried()
-        result: float = row["throughput_tokens_per_s"]
-        return result
-
+    work = scenario.workload
+    is_drifting = work.response_drift.shape != "none" or work.verdict_drift.shape != "none"
+    full = replace(options, timer=None)
+    short = full if is_drifting else replace(full, num_steps=min(9, options.num_steps), warmup_steps=3)
+    if short.num_steps <= short.warmup_steps:
+        short = full
     bounds = {
         shares: _bound_tokens_per_s(scenario, shares, seed, short)
         for shares in feasible_splits(scenario, mode)
     }
+    left = sorted(bounds, key=lambda s: (-bounds[s], s))
     tried: list[tuple[float, Shares]] = []
-    for shares in sorted(bounds, key=lambda s: (-bounds[s], s)):
-        if prune and tried and bounds[shares] <= max(tried)[0]:
-            break
-        tried.append((speed(shares, short), shares))
+    while left:
+        if prune and tried:
+            left = [s for s in left if bounds[s] > max(tried)[0]]
+        now, left = left[:at_once], left[at_once:]
+        found = speeds([Trial(scenario, mode, shares, seed, short) for shares in now])
+        tried += zip(found, now, strict=True)
     tried.sort(reverse=True)
-    if not is_drifting:
-        tried = sorted(((speed(s, full), s) for _, s in tried[:num_full]), reverse=True) + tried[num_full:]
+    if short != full:
+        first = [shares for _, shares in tried[:num_full]]
+        found = speeds([Trial(scenario, mode, shares, seed, full) for shares in first])
+        tried = sorted(zip(found, first, strict=True), reverse=True) + tried[num_full:]
     return SearchResult(tried[0][1], tuple((s, v) for v, s in tried), len(bounds))
 
 

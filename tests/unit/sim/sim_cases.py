@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from shared.sim.driver import Options, Simulation
+from shared.sim.driver import Simulation
 from shared.sim.modes import MODES, paper_shares
+from shared.sim.run import Options
 from shared.sim.scenarios import GROUP2, Shares
 from shared.sim.workload import Lengths
 

@@ -6,8 +6,8 @@ from typer.testing import CliRunner
 
 from shared.cli.main import app
 from shared.cli.sim import load_scenario
-from shared.sim.driver import Options
 from shared.sim.modes import MODES
+from shared.sim.run import Options
 from shared.sim.search import best_split, feasible_splits
 
 SMALL = "bench/scenarios/small.yaml"
