@@ -54,7 +54,8 @@ class Refill:
     read_plan: Callable[[Path], SeedPlan]
     reseeded: dict[str, str] = field(default_factory=dict)
     """Model → why and from where it began again; for the status."""
-    _missing_since_s: dict[str, float] = field(default_factory=dict)
+    _missing: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Model → since when, and when last, no serving node held a part of what is committed."""
 
     def reserve(self, model: str) -> None:
         """Buffers for this node's shard; what an earlier life left is taken over if it is whole."""
@@ -101,7 +102,6 @@ class Refill:
         """
         commit = self.holder.cluster.commits.get(model)
         if self.is_current(model):
-            self._missing_since_s.pop(model, None)
             return
         if commit is not None and self.holder.flip(commit):
             await self.record(model)
@@ -111,7 +111,6 @@ class Refill:
                 await self._load(model, self._beginning(model, 0, self.sources[model].folder), is_new=True)
             elif not (commit.write_id.startswith(SEED) and await self._loads(model, commit)):
                 await self._pull(model, commit)
-        self._missing_since_s.pop(model, None)
         await self.record(model)
 
     def _beginning(self, model: str, lineage: int, folder: Path) -> VersionCommit:
@@ -186,7 +185,7 @@ class Refill:
         except Conflict as error:
             await self._begin_again(model, commit, error)
             return
-        self._missing_since_s.pop(model, None)
+        self._missing.pop(model, None)
         buffer = await self._buffer(model)
         await self.holder.register()
         target = Target(buffer.region.path.name, buffer.region.memory, packing)
@@ -213,10 +212,14 @@ class Refill:
     async def _begin_again(self, model: str, commit: VersionCommit, error: Conflict) -> None:
         """Nobody holds a part of what is committed: begin again once that has lasted. Raises `error` till
         then."""
-        now_s = self.holder.now_s()
-        since_s = self._missing_since_s.setdefault(model, now_s)
-        if now_s - since_s < self.holder.cluster.config.reseed_after_s:
+        now_s, term_s = self.holder.now_s(), self.holder.cluster.config.reseed_after_s
+        since_s, last_s = self._missing.get(model, (now_s, now_s))
+        if now_s - last_s > term_s / 2:  # an earlier time: what is missing now is missing since now
+            since_s = now_s
+        self._missing[model] = (since_s, now_s)
+        if now_s - since_s < term_s:
             raise error
+        del self._missing[model]
         folder = await asyncio.to_thread(self.newest_folder, model)
         said = f"no copy of version {commit.version} was left: began again from {folder}"
         _log.error("%s: %s", model, said)

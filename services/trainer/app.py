@@ -15,7 +15,7 @@ from shared.weights.gps_client import GpsClient
 
 async def main(ctx: ServiceContext) -> None:
     config = ctx.config
-    gps = GpsClient(ctx.endpoints.http_url("gps"), token=ctx.token, name="trainer")
+    gps = GpsClient(ctx.gps_url, token=ctx.token, name="trainer")
     ctx.exits.push_async_callback(gps.close)
     journal = Journal(ctx.folder.journal / "trainer.jsonl")
     ctx.exits.callback(journal.close)

@@ -45,7 +45,7 @@ async def serve_rank(ctx: ServiceContext, rank: int) -> None:
         _leave(1)
 
     gps = GpsClient(
-        ctx.endpoints.http_url("gps"), token=ctx.token, name=f"rank-{rank}", deadline_s=GPS_DEADLINE_S
+        ctx.gps_url, token=ctx.token, name=f"rank-{rank}", deadline_s=GPS_DEADLINE_S
     )
     shell = RankShell(
         rank=rank,

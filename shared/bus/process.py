@@ -59,6 +59,14 @@ class ServiceContext:
     def token(self) -> str:
         return self.endpoints.token
 
+    @property
+    def gps_url(self) -> str:
+        """The GPS of this node."""
+        gps = self.config.gps
+        if gps is None or self.node >= len(gps.nodes) or len(gps.nodes) == 1:
+            return self.endpoints.http_url("gps")
+        return f"http://{gps.nodes[self.node]}:{self.endpoints.http_ports['gps']}"
+
     async def stopped(self) -> None:
         """Returns on SIGTERM or SIGINT; raises what a task started by `spawn` died of."""
         await self._stop.wait()

@@ -54,7 +54,7 @@ async def serve_replica(ctx: ServiceContext, replica: ReplicaId) -> None:
     engine = VllmEngine(
         engine_config(ctx.config, slot, model_folder(_model(ctx.config, slot.role), ctx.folder))
     )
-    gps = GpsClient(ctx.endpoints.http_url("gps"), token=ctx.token, name=replica)
+    gps = GpsClient(ctx.gps_url, token=ctx.token, name=replica)
     ctx.exits.push_async_callback(gps.close)
 
     async def publish_progress(message: SequenceProgress) -> None:

@@ -125,7 +125,7 @@ def spread_endpoints(config: RunConfig, previous: Endpoints | None, address: str
     if not config.network.http_port:
         raise ConfigError("network.http_port", 0, "others cannot know which port is free here", "Use 8600")
     chosen = choose_endpoints(config, previous)
-    hosts = {name: address.replace("{service}", name) for name in SERVICES}
+    hosts = {name: address.replace("{service}", name) for name in SERVICES} | _gps_host(config)
     return replace(
         chosen,
         nats_url=config.network.nats_url or f"nats://{address.replace('{service}', 'nats')}:{NATS_PORT}",
@@ -151,7 +151,13 @@ def choose_endpoints(config: RunConfig, previous: Endpoints | None) -> Endpoints
         host=network.host,
         http_ports=ports,
         token=network.token or (previous.token if previous else secrets.token_urlsafe(24)),
+        hosts=_gps_host(config),
     )
+
+
+def _gps_host(config: RunConfig) -> dict[str, str]:
+    """GPS of node 0, where it is one of several: they listen where `gps.nodes` says."""
+    return {"gps": config.gps.nodes[0]} if config.gps is not None and len(config.gps.nodes) > 1 else {}
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -129,7 +129,7 @@ SEED = int(os.environ.get("PIVOTRL_CHAOS_SEED", "1"))
 @pytest.mark.timeout(60 + 60 * ROUNDS)
 async def test_no_fault_shows_a_torn_version_or_loses_a_committed_one(tmp_path: Path) -> None:
     """A node is cut off, killed, or loses its memory while two ranks Write and others Read."""
-    async with gps_cluster(tmp_path, 4, node_bytes=HALF) as cluster:
+    async with gps_cluster(tmp_path, 4, node_bytes=HALF, reseed_after_s=60.0) as cluster:
         for node in range(4):
             cluster.start(node)
         await cluster.until_serving(0, 1, 2, 3)
@@ -157,8 +157,17 @@ class Chaos:
         delay_s = rng.random() * 0.25
         self.told = f"{fault} node {victim} after {delay_s:.3f} s, writers at {nodes}:"
         others = [node for node in range(4) if node != victim]
-        stop = asyncio.Event()
-        readers = [asyncio.create_task(self.read_on(node, before, stop)) for node in others]
+        async with asyncio.TaskGroup() as tasks:  # a reader that saw something wrong ends the round
+            stop = asyncio.Event()
+            readers = [tasks.create_task(self.read_on(node, before, stop)) for node in others]
+            after = await self.strike(victim, fault, delay_s, nodes)
+            stop.set()
+        self.told += f" versions {before} to {after}, {sum(reader.result() for reader in readers)} reads"
+
+    async def strike(self, victim: int, fault: str, delay_s: float, nodes: list[int]) -> int:
+        """The fault amid a Write, what must hold after it, and the healing; the version then."""
+        cluster, before = self.cluster, (await self.cluster.model(victim)).version
+        others = [node for node in range(4) if node != victim]
         writing = asyncio.create_task(self.write(before + 1, nodes))
         await asyncio.sleep(delay_s)
         if fault == "cut":
@@ -172,16 +181,14 @@ class Chaos:
         after = await self.agreed(others)
         assert after in (before, before + 1)
         assert after == before + 1 or "committed" not in self.told, self.told
-        await cluster.write_when_possible(after + 1, rng.choice(others))
+        await cluster.write_when_possible(after + 1, self.rng.choice(others))
         if fault == "cut":
             cluster.net.heal(victim)
         else:
             cluster.start(victim)
         await cluster.until_serving(0, 1, 2, 3)
         assert await self.agreed(range(4)) == after + 1
-        stop.set()
-        seen = [await reader for reader in readers]
-        self.told += f" versions {before} to {after + 1}, {sum(seen)} reads"
+        return after + 1
 
     async def write(self, version: int, nodes: list[int]) -> str:
         writers = {f"rank-{rank}": (node, flat(rank, 2)) for rank, node in enumerate(nodes)}
