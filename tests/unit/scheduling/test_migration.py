@@ -23,7 +23,7 @@ from shared.scheduling.migration import (
     warm_up,
 )
 from shared.scheduling.throughput import H20_7B_TP1, H200_30B_A3B_TP1, UNIT
-from tests.support import reference
+from tests.support import migration_reference as reference
 
 MODELS = st.sampled_from([H20_7B_TP1, H200_30B_A3B_TP1, UNIT])
 LENGTHS = st.integers(1, 6_000)
