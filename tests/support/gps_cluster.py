@@ -120,7 +120,7 @@ class GpsCluster:
     def client(self, node: int) -> GpsClient:
         if node not in self.clients:
             url = f"http://{self.net.address(node)}:{PORT}"
-            self.clients[node] = GpsClient(url, token=TOKEN, name=f"test-{node}", deadline_s=8)
+            self.clients[node] = GpsClient(url, token=TOKEN, name=f"test-{node}", deadline_s=6)
         return self.clients[node]
 
     async def nodes(self, node: int) -> NodesStatus:
@@ -182,7 +182,7 @@ class GpsCluster:
             client = self.client(node)
             request = WriteRequest(
                 model="policy", version=version, writer=name, writers=names, boxes=boxes,
-                attempt=attempt, wait_s=10,
+                attempt=attempt, wait_s=5,
             )  # fmt: skip
             grant = await client.begin_write(request)
             pool = map_view(grant.view, writable=True)

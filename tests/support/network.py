@@ -5,11 +5,14 @@ asked. The test itself is reached and reaches by one more link.
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+_NUMBERS = itertools.count()
 
 
 def why_not() -> str | None:
@@ -99,9 +102,11 @@ class Network:
 
 @contextlib.contextmanager
 def network(nodes: int) -> Iterator[Network]:
-    """Up while the block runs. Names and subnet belong to this process."""
+    """Up while the block runs. Names and subnet belong to this process and this call."""
+    number = next(_NUMBERS)
+    host = os.getpid() * 16 + number % 16  # 16 networks at a time per process
     made = Network(
-        f"pv{os.getpid() % 100000}", f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}", nodes
+        f"pv{os.getpid() % 100000}{number % 16:x}", f"10.{192 + host // 250 % 64}.{host % 250}", nodes
     )
     try:
         made.make()
