@@ -158,7 +158,7 @@ def is_sum_positive(a: float, b: float, c: float, d: float) -> bool:
 
 
 @kernel
-def _meld(lengths: Any, children: Any, siblings: Any, a: int, b: int) -> int:
+def meld(lengths: Any, children: Any, siblings: Any, a: int, b: int) -> int:
     """The heap of both heaps; either may be -1."""
     if a < 0 or b < 0:
         return max(a, b)
@@ -170,7 +170,7 @@ def _meld(lengths: Any, children: Any, siblings: Any, a: int, b: int) -> int:
 
 
 @kernel
-def _without_root(lengths: Any, children: Any, siblings: Any, root: int) -> int:
+def without_root(lengths: Any, children: Any, siblings: Any, root: int) -> int:
     """The heap of all below `root`: melded in pairs from the left, the pairs from the right."""
     pairs, child = -1, children[root]
     children[root] = -1
@@ -181,14 +181,14 @@ def _without_root(lengths: Any, children: Any, siblings: Any, root: int) -> int:
         if second >= 0:
             rest = siblings[second]
             siblings[second] = -1
-        merged = _meld(lengths, children, siblings, child, second)
+        merged = meld(lengths, children, siblings, child, second)
         siblings[merged] = pairs  # a stack of melded pairs, until the second pass
         pairs, child = merged, rest
     heap = -1
     while pairs >= 0:
         rest = siblings[pairs]
         siblings[pairs] = -1
-        heap = _meld(lengths, children, siblings, heap, pairs)
+        heap = meld(lengths, children, siblings, heap, pairs)
         pairs = rest
     return heap
 
@@ -198,55 +198,11 @@ def build_heaps(lengths: Any, homes: Any, roots: Any, children: Any, siblings: A
     """A heap for each replica of the sequences at home there; all vectors come filled with -1."""
     for s in range(len(homes) - 1, -1, -1):
         if homes[s] >= 0:
-            roots[homes[s]] = _meld(lengths, children, siblings, s, roots[homes[s]])
+            roots[homes[s]] = meld(lengths, children, siblings, s, roots[homes[s]])
 
 
 @kernel
 def push_all(lengths: Any, roots: Any, children: Any, siblings: Any, sequences: Any, targets: Any) -> None:
     """Add each of `sequences` to the heap of its target."""
     for k in range(len(sequences)):
-        roots[targets[k]] = _meld(lengths, children, siblings, sequences[k], roots[targets[k]])
-
-
-@kernel
-def moves(
-    loads: Any,
-    steps: Any,
-    attention: float,
-    lengths: Any,
-    needs: Any,
-    roots: Any,
-    children: Any,
-    siblings: Any,
-    from_slowest: bool,
-) -> Any:
-    """Move shortest sequences while that pays; rows (sequence, source, target), int64."""
-    made = np.empty((64, 3), np.int64)
-    num = 0
-    while loads.shape[1] > 0:
-        source = slowest(loads) if from_slowest else highest(loads[OPEN_T])
-        s = roots[source]
-        if s < 0:
-            break
-        length, need = lengths[s], needs[s]
-        before = loads[T, source]
-        change(loads, steps, attention, source, -1, -length, -need)
-        target = best(loads, attention * length, need)
-        if target < 0 or target == source:
-            change(loads, steps, attention, source, 1, length, need)
-            break
-        target_before = loads[T, target]
-        change(loads, steps, attention, target, 1, length, need)
-        if not is_sum_positive(loads[T, source], loads[T, target], -before, -target_before):
-            change(loads, steps, attention, target, -1, -length, -need)
-            change(loads, steps, attention, source, 1, length, need)
-            break
-        roots[source] = _without_root(lengths, children, siblings, s)
-        roots[target] = _meld(lengths, children, siblings, s, roots[target])
-        if num == len(made):
-            more = np.empty((2 * num, 3), np.int64)
-            more[:num] = made
-            made = more
-        made[num, 0], made[num, 1], made[num, 2] = s, source, target
-        num += 1
-    return made[:num]
+        roots[targets[k]] = meld(lengths, children, siblings, sequences[k], roots[targets[k]])

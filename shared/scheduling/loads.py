@@ -179,7 +179,7 @@ class ReplicaLoads:
         roots, children, siblings = heaps
         roots_among = roots[among]
         self._reserve(int(columns[N].max(initial=0)) + len(lengths))
-        made: Integers = self._kernels.moves(
+        made: Integers = _placement().moves(
             columns,
             self._steps,
             self._attention,
