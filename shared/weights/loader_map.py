@@ -215,6 +215,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         }
         self._parameter_of = {key: found[0] for key, found in names.items()}
         for name, buffer in model.named_buffers():
+            if not buffer.is_floating_point():  # a table that the loader may ask, such as whose an expert is
+                continue
             self._parameter_of.setdefault(_storage(buffer), name)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -295,67 +295,6 @@ def test_packed_weights_are_never_stale(
         assert len(set(first)) > 5
 
 
-def loader_map_differences(folders: list[str], pool_folder: str) -> dict[str, list[str]]:
-    """For each model and rank, the parameters where a Read and vLLM's own loading differ in any value."""
-    import tempfile
-
-    import torch
-    from safetensors.torch import load_file
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.engine.arg_utils import EngineArgs
-
-    from shared.inference.engines.vllm_worker import build_model
-    from shared.weights.loader_map import LoaderMap
-    from shared.weights.mapped_pool import map_view
-
-    differences: dict[str, list[str]] = {}
-    is_ready = False
-    for folder in sorted(folders, key=lambda folder: "moe" not in folder):  # makes the expert group too
-        config = EngineArgs(model=folder, skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
-        with set_current_vllm_config(config):
-            if not is_ready:
-                store = f"file://{tempfile.mktemp()}"
-                parallel_state.init_distributed_environment(1, 0, store, 0, "gloo")
-                parallel_state.initialize_model_parallel(1)
-                is_ready = True
-            group = parallel_state.get_tp_group()
-            view = write_pool(Path(folder), Path(pool_folder) / "map.pool")
-            pool = map_view(view, folder=None)
-            for rank, size in ((0, 1), (0, 2), (1, 2)):
-                group.rank_in_group, group.world_size = rank, size
-                loaded = build_model(config, "cpu")
-                loaded.load_weights(iter(load_file(Path(folder) / "model.safetensors").items()))
-                recorded = LoaderMap.record(build_model(config, "meta"), view.tensors)
-                read = build_model(config, "cpu")
-                parameters = dict(read.named_parameters(remove_duplicate=False))
-                for parameter in parameters.values():
-                    parameter.data.fill_(float("nan"))
-                nbytes = recorded.apply(pool.tensors, parameters, stage=lambda host: host.clone())
-                case = f"{Path(folder).name} rank {rank} of {size}"
-                differences[case] = [
-                    name
-                    for name, parameter in loaded.named_parameters(remove_duplicate=False)
-                    if not torch.equal(parameter, parameters[name])
-                ]
-                whole = sum(t.numel() * t.element_size() for t in pool.tensors.values())
-                if (nbytes == whole) != (size == 1):
-                    differences[case].append(f"read {nbytes} of {whole} bytes")
-    return differences
-
-
-def test_a_read_equals_vllms_own_loading_value_by_value(models: Path, in_child: InChild) -> None:
-    """Dense and expert models, tied and untied, a padded vocabulary, whole and as each rank of two."""
-    folders = [
-        str(write_model(TinySpec(family=family, tie_word_embeddings=tied, num_layers=2), models))
-        for family in ("llama", "qwen2", "qwen3_moe")
-        for tied in (False, True)
-    ]
-    differences = in_child(loader_map_differences, folders, str(models))
-    assert len(differences) == 18
-    assert {case: names for case, names in differences.items() if names} == {}
-
-
 def test_config_refuses_what_cannot_work() -> None:
     with pytest.raises(ConfigError, match="max_model_len"):
         VllmEngineConfig(model="m", kv_cache_memory_bytes=1, max_model_len=0)

@@ -9,7 +9,6 @@ the original, so a Read goes module by module: an unpacked fused parameter, the 
 `process_weights_after_loading` again. That also keeps a tied `lm_head` from serving stale packed weights.
 """
 
-import copy
 import gc
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ import torch
 from shared.contracts.gps import PoolTensor, PoolView, SlicedTensors, TensorBox
 from shared.errors import LayoutError
 from shared.inference.engines.process_memory import resident_bytes, trim_heap
+from shared.inference.engines.vllm_model import build_model
 from shared.weights.loader_map import LoaderMap
 from shared.weights.pool_reader import PoolReader
 from shared.weights.sliced_tensor import SlicedTensor
@@ -147,31 +147,6 @@ def _keeps_loaded_form(method: Any) -> bool:
     if name == "UnquantizedFusedMoEMethod":
         return getattr(getattr(method, "unquantized_backend", None), "name", "") == "TRITON"
     return name in ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-
-
-def build_model(vllm_config: Any, device: str) -> torch.nn.Module:
-    """Another copy of the engine's model, as this rank builds it and before any weight is loaded.
-
-    On the meta device it has shapes and loaders without memory. It gets a configuration of its own where the
-    live model has registered its layers, and is never compiled.
-    """
-    from vllm.config import CompilationMode
-    from vllm.model_executor.model_loader.utils import initialize_model
-
-    config = copy.copy(vllm_config)
-    config.compilation_config = copy.copy(vllm_config.compilation_config)
-    config.compilation_config.static_forward_context = {}
-    config.compilation_config.mode = CompilationMode.NONE
-    if hasattr(config.compilation_config, "static_all_moe_layers"):
-        config.compilation_config.static_all_moe_layers = []
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(vllm_config.model_config.dtype)
-    try:
-        with torch.device(device):
-            model: torch.nn.Module = initialize_model(vllm_config=config)
-    finally:
-        torch.set_default_dtype(before)
-    return model
 
 
 class PivotWorkerExtension:
