@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
-from gps_bench import plans, same_node
+from gps_bench import cross_node, peers, plans, same_node
 from gps_bench.model import BenchModel
 
 from shared.weights.host_copy import copy_environment
@@ -33,6 +33,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         found |= plans.measure()
     if {"same-node", "cross-node"} & set(options.sections):
         found |= on_a_model(options)
+    if "peers" in options.sections:
+        found |= peers.measure(min(options.gb, options.peers_gb), options.repeats)
     return found
 
 
@@ -47,6 +49,8 @@ def on_a_model(options: argparse.Namespace) -> dict[str, Any]:
         found["model_gb"] = round(model.nbytes / 1e9, 3)
         if "same-node" in options.sections:
             found |= same_node.measure(model, target, options.repeats, has_nixl=not options.no_nixl)
+        if "cross-node" in options.sections and not options.no_nixl:
+            found |= cross_node.measure(model, target, options.repeats)
     finally:
         host.close()
     return found
@@ -67,6 +71,7 @@ def show(found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=4.2, help="size of the model in GB")
+    parser.add_argument("--peers-gb", type=float, default=1.2, help="the same for the section on peers")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--no-nixl", action="store_true", help="leave NIXL out where it is not installed")

@@ -4,8 +4,8 @@
     --reference 128       time the pseudocode up to this size; 0: not
     --figure cost.png     cost against cluster size  --misses 500    how often bounds miss the best candidate
 
-CPU milliseconds of one decision, median and 99th percentile over random states mid-run
-(`tests/support/planner_states.py`), in three parts: pre-processing (loads and shift pairs, and all that is
+CPU milliseconds of one decision, median and 99th percentile over random states mid-run, reward and rollout
+pressed in turn (`tests/support/planner_states.py`), in three parts: pre-processing (loads and shift pairs, and all that is
 not one of the others), construction (the candidates) and simulation (the replay of those that are judged).
 The pseudocode (`tests/support/reference.py`) judges every candidate. The first decision of each size is not
 counted: it loads compiled loops and makes tables, which the planner does before it is ready.
@@ -26,6 +26,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from shared.ids import Role
 from shared.planning import planner as planner_module
 from shared.planning.evaluate import RoleReplay
 from shared.planning.plan import PlanRecord, PlanRecorded, WorkloadObserved
@@ -36,6 +37,7 @@ from tests.support.planner_states import DENSE, MOE, Situation, mid_run, random_
 
 PHASES = ("preprocess", "construct", "simulate", "total")
 KINDS = {"dense": (DENSE, DENSE), "moe_reward": (DENSE, MOE), "moe_rollout": (MOE, DENSE), "moe": (MOE, MOE)}
+PRESSED = (Role.REWARD, Role.ROLLOUT)
 Row = dict[str, Any]
 
 
@@ -101,22 +103,21 @@ def chosen(record: PlanRecord) -> tuple[Any, Any] | None:
 def measure(num_devices: int, repeat: int, seed: int, reference_up_to: int) -> Row:
     """One row: sizes, and milliseconds of each phase over `repeat` states."""
     times: dict[str, list[dict[str, float]]] = {"": [], "reference_": []}
-    sizes: list[tuple[int, int, int]] = []
+    sizes: list[tuple[int, int]] = []
     differ = 0
     with_reference = num_devices <= reference_up_to
     for i in range(repeat):
-        situation = mid_run(num_devices, random.Random(f"{seed}-{num_devices}-{i}"))
+        situation = mid_run(num_devices, random.Random(f"{seed}-{num_devices}-{i}"), pressed=PRESSED[i % 2])
         ms, record = ours(situation)
         times[""].append(ms)
-        slots = sum(r.role is record.up_role for r in situation.cluster.slots)
         num_sequences = situation.state.rollout.num_sequences + situation.state.reward.num_sequences
-        sizes.append((num_sequences, slots, len(record.candidates)))
+        sizes.append((num_sequences, len(record.candidates)))
         if with_reference and i < max(1, repeat // 4):
             ms, decision = pseudocode(situation)
             times["reference_"].append(ms)
             wanted = decision.chosen and (decision.chosen.up, decision.chosen.down)
             differ += wanted != chosen(record)
-    names = ("sequences", "slots", "judged")
+    names = ("sequences", "judged")
     row: Row = {"devices": num_devices, "decisions": repeat}
     row |= {name: round(statistics.mean(s[i] for s in sizes)) for i, name in enumerate(names)}
     for prefix, each in times.items():
@@ -215,7 +216,8 @@ def main() -> None:
         return
     rows = []
     for num_devices in options.devices:
-        ours(mid_run(num_devices, random.Random(options.seed)))  # tables of this size are made once
+        for pressed in PRESSED:  # tables of this size are made once
+            ours(mid_run(num_devices, random.Random(options.seed), pressed=pressed))
         repeat = options.repeat if num_devices <= 128 else max(1, options.repeat // 4)
         rows.append(measure(num_devices, repeat, options.seed, options.reference))
         print(json.dumps(rows[-1]) if options.json else show(rows[-1]), flush=True)

@@ -4,6 +4,8 @@ Prints its `PeerInfo` as a line of JSON, and lives until its input ends.
 """
 
 import contextlib
+import itertools
+import logging
 import os
 import subprocess
 import sys
@@ -21,6 +23,14 @@ from shared.weights.nixl_transport import NixlTransport
 from shared.weights.ports import Descriptors, memory_of
 
 DEADLINE_S = 600.0
+_NUMBERS = itertools.count()
+
+
+def quiet() -> None:
+    """NIXL logs to standard output, where our JSON goes."""
+    import nixl._api  # noqa: F401
+
+    logging.getLogger("nixl").setLevel(logging.WARNING)
 
 
 class NixlLink:
@@ -40,7 +50,8 @@ class NixlLink:
         while not (line := self._peer.stdout.readline()).startswith(b"{"):
             assert line, "the peer ended"
         self.info = PeerInfo.model_validate_json(line)
-        self._transport = NixlTransport(f"reader-{os.getpid()}", has_progress_thread=False)
+        quiet()
+        self._transport = NixlTransport(f"reader-{os.getpid()}-{next(_NUMBERS)}", has_progress_thread=False)
         self._transport.register("target", memory_of(target))
         self._transport.connect(self.info)
 
