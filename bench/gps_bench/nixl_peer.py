@@ -22,7 +22,7 @@ from shared.weights.mapped_pool import map_view
 from shared.weights.nixl_transport import NixlTransport
 from shared.weights.ports import Descriptors, memory_of
 
-DEADLINE_S = 600.0
+DEADLINE_S = 60.0
 _NUMBERS = itertools.count()
 
 

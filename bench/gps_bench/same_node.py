@@ -4,6 +4,7 @@ memcpy is one `numpy.copyto` of the same number of bytes in one thread, from the
 raw NIXL is one descriptor of as many bytes, from a second process over whatever UCX chooses.
 """
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,9 @@ def _one(first: int, length: int) -> np.ndarray:
 
 def measure(model: BenchModel, target: Bytes, repeats: int, *, has_nixl: bool) -> dict[str, Any]:
     rows = []
-    if not has_nixl:
-        rows = [_layout(model, layout, target, repeats, None) for layout in model.layouts]
-    else:
-        with nixl_link(model.plain.view, target) as link:
-            rows = [_layout(model, layout, target, repeats, link) for layout in model.layouts]
+    for layout in model.layouts:
+        with nixl_link(model.plain.view, target) if has_nixl else contextlib.nullcontext() as link:
+            rows.append(_layout(model, layout, target, repeats, link))
     columns = [row for row in rows if "column_sliced_ratio" in row]
     return {
         "same_node_contiguous_ratio": min(row["contiguous_ratio"] for row in rows),
@@ -74,6 +73,7 @@ def _layout(model: BenchModel, layout: str, target: Bytes, repeats: int, link: A
     if link is not None:
         ends = link.prepare(_one(0, at_once), _one(0, at_once))
         work["nixl"] = partial(link.read, ends)
+        link.read(ends)  # connects
     model.read(model.plain, parts, target)  # so that the Writes below put back what is there
     times = interleaved({**work, "restore": lambda: model.read(model.plain, parts, target)}, repeats)
     row: dict[str, Any] = {
