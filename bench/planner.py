@@ -5,8 +5,9 @@
     --figure cost.png     cost against cluster size  --misses 500    how often bounds miss the best candidate
 
 CPU milliseconds of one decision, median and 99th percentile over random states mid-run, reward and rollout
-pressed in turn (`tests/support/planner_states.py`), in three parts: pre-processing (loads and shift pairs, and all that is
-not one of the others), construction (the candidates) and simulation (the replay of those that are judged).
+pressed in turn (`tests/support/planner_states.py`), in three parts: pre-processing (loads and shift pairs,
+and all that is not one of the others), construction (the candidates) and simulation (the replay of those
+that are judged).
 The pseudocode (`tests/support/reference.py`) judges every candidate. The first decision of each size is not
 counted: it loads compiled loops and makes tables, which the planner does before it is ready.
 """

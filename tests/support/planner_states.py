@@ -41,12 +41,16 @@ def lengths(rng: random.Random, num: int, median: float, sigma: float) -> tuple[
     )
 
 
-def mid_run(num_devices: int, rng: random.Random, *, reward_tp: int = 4) -> Situation:
-    """The state that timings are made with: a third of the devices serve reward, the rest rollout on one
-    device each; rollout replicas hold about 24 sequences, reward's 90, and reward has a queue."""
+def mid_run(
+    num_devices: int, rng: random.Random, *, reward_tp: int = 4, pressed: Role = Role.REWARD
+) -> Situation:
+    """The states that timings are made with: a third of the devices serve reward, the rest rollout on one
+    device each. Rollout replicas hold about 24 sequences, reward's 90, and reward has a queue; or, with
+    rollout `pressed`, 60 and 10, and rollout has it."""
     config = PlannerConfig(
         rollout=RolePlanning(H20_7B_TP1, 400_000), reward=RolePlanning(H200_30B_A3B_TP1, 400_000 * reward_tp)
     )
+    mean_rollout, mean_reward = (24, 90) if pressed is Role.REWARD else (60, 10)
     rollout, reward = slots(Role.ROLLOUT, num_devices, 1), slots(Role.REWARD, num_devices, reward_tp)
     devices = frozenset(map(DeviceId, range(num_devices)))
     training = frozenset(map(DeviceId, range(num_devices // 2)))
@@ -54,18 +58,18 @@ def mid_run(num_devices: int, rng: random.Random, *, reward_tp: int = 4) -> Situ
     active_reward = reward[: max(1, num_devices // (3 * reward_tp))]
     active_rollout = rollout[len(active_reward) * reward_tp :]
 
-    def load(slot: ReplicaSlot, mean: int) -> ReplicaLoad:
+    def load(slot: ReplicaSlot) -> ReplicaLoad:
+        mean = mean_rollout if slot.role is Role.ROLLOUT else mean_reward
         each = lengths(rng, max(1, int(rng.gauss(mean, mean / 4))), 1_340.0, 0.8)
         return ReplicaLoad(slot.id, len(each), sum(each), config.of(slot.role).kv_capacity_tokens, each)
 
-    state = WorkloadState(
-        RoleLoad(tuple(load(slot, 24) for slot in active_rollout)),
-        RoleLoad(
-            tuple(load(slot, 90) for slot in active_reward),
-            tuple(int(rng.lognormvariate(7.5, 0.5)) for _ in range(rng.randrange(num_devices))),
-        ),
-        TrainingState(),
-    )
+    loads = {
+        Role.ROLLOUT: RoleLoad(tuple(load(slot) for slot in active_rollout)),
+        Role.REWARD: RoleLoad(tuple(load(slot) for slot in active_reward)),
+    }
+    queue = tuple(int(rng.lognormvariate(7.5, 0.5)) for _ in range(rng.randrange(num_devices)))
+    loads[pressed] = RoleLoad(loads[pressed].replicas, queue)
+    state = WorkloadState(loads[Role.ROLLOUT], loads[Role.REWARD], TrainingState())
     active = frozenset(slot.id for slot in (*active_reward, *active_rollout))
     return Situation(config, cluster, Allocation(active), state)
 
