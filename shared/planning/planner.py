@@ -137,7 +137,8 @@ class Planner(ShiftPolicy):
             """Throughput of the up-role as in `after`, of the donor as in `before`, at the penalty of `i`."""
             up, down = _split(up_role, after)[0], _split(up_role, before)[1]
             tokens_per_s = self._combined(replays, up_role, up, down)
-            return self.config.window_s * (tokens_per_s - current) - found.penalty_tokens(i)
+            slack = self.config.bound_slack * current
+            return self.config.window_s * (tokens_per_s - current + slack) - found.penalty_tokens(i)
 
         if self.config.exact:
             judged = [judge(i) for i in range(len(found))]
