@@ -8,25 +8,21 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from services.gps.boxes import Part, count_bytes
-from services.gps.checks import checked_cover, checked_parts
+from services.gps.checks import asked_bytes, checked_parts
 from services.gps.holder import Holder
 from services.gps.leader import Leader
+from services.gps.local_writes import LocalWrites
 from services.gps.members import Members
 from services.gps.membership import group_of, leader, serving
 from services.gps.receivers import Receivers
 from services.gps.refill import Refill
-from services.gps.versions import OpenWrite, Verification, WriterPart
 from services.gps.view_plans import ViewPlans
-from shared.contracts.base import Done, Message
 from shared.contracts.gps import (
     ModelStatus,
     NodesStatus,
     NodeStatus,
     PolicyVersion,
-    PoolView,
     ReadGrant,
     ReadRequest,
     ReceiverRequest,
@@ -38,28 +34,13 @@ from shared.contracts.gps import (
     WriteStatus,
 )
 from shared.contracts.gps_cluster import (
-    AbortWrite,
-    BeginWrite,
     ClusterView,
-    QueryWrite,
     VersionCommit,
-    WriteBegun,
-    WriterDone,
 )
-from shared.errors import Conflict, InvalidRequest, NotFound, PivotError, told
+from shared.errors import NotFound, PivotError, told
 
 POLICY = "policy"
-R = TypeVar("R", bound=Message)
 _log = logging.getLogger("pivotrl.gps")
-
-
-@dataclass(slots=True)
-class _LocalWrite:
-    """Writers of an open Write that copy to this node."""
-
-    request: WriteRequest
-    leader: int
-    parts: dict[str, WriterPart] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -72,9 +53,9 @@ class ClusterService:
     members: Members
     refill: Refill
     leads: Leader
+    writes: LocalWrites
     publish: Callable[[PolicyVersion], Awaitable[None]]
     transport: Callable[[], TransportStatus]
-    _writes: dict[str, _LocalWrite] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _published: tuple[int, int] = (-1, -1)
     _num_reads: int = 0
@@ -94,14 +75,13 @@ class ClusterService:
     def model(self, name: str) -> ModelStatus:
         status = self.holder.store.status(name, self.holder.now_s())
         open_shard = self.holder.open.get(name)
-        mine = self._writes.get(open_shard.write_id) if open_shard else None
         if open_shard is None:
             return status
         write = WriteStatus(
             write_id=open_shard.write_id,
             version=open_shard.version,
             committed=False,
-            pending_writers=mine.request.writers if mine else (),
+            pending_writers=self.writes.writers_of(open_shard.write_id),
         )
         return status.model_copy(update={"open_write": write})
 
@@ -134,7 +114,7 @@ class ClusterService:
         """Raises NotFound, InvalidRequest, ConfigError."""
         model = self.holder.store.model(request.model)
         parts = checked_parts(model.specs, request.boxes)
-        nbytes = count_bytes(model.specs, parts) if parts else sum(s.nbytes for s in model.specs.values())
+        nbytes = asked_bytes(model.specs, parts)
         view = await self.receivers.add(receiver, request.model, nbytes)
         return ReceiverStatus(receiver=receiver, model=request.model, nbytes=nbytes, view=view)
 
@@ -145,142 +125,18 @@ class ClusterService:
             raise NotFound(**told("receiver", problem, "Ask the node where it was registered"))
 
     async def begin_write(self, request: WriteRequest) -> WriteGrant:
-        """Raises NotFound, InvalidRequest; Conflict on the version, or if readers stay; DeadlineExceeded,
-        BusError if the cluster cannot be reached."""
-        cluster, holder = self.holder.cluster, self.holder
-        model = holder.store.model(request.model)
-        part = holder.store.check_write(request)
-        if len(request.writers) == 1:  # before a Write is opened; with more, the last to join is checked
-            checked_cover(model.specs, part.parts)
-        begun, coordinator = await self._of_leader(
-            "begin",
-            BeginWrite(node=cluster.node, request=request),
-            WriteBegun,
-            request.wait_s + 2 * cluster.config.control_deadline_s,
-        )
-        path, memory = holder.staging(request.model, begun.write_id)
-        for old in [write_id for write_id in self._writes if not holder.has_open(write_id)]:
-            del self._writes[old]
-        mine = self._writes.setdefault(begun.write_id, _LocalWrite(request, coordinator))
-        mine.parts[request.writer] = part
-        view = PoolView(path=path, nbytes=memory.nbytes, tensors=cluster.canonical(request.model).tensors)
-        return WriteGrant(write_id=begun.write_id, model=request.model, version=begun.version, view=view)
+        return await self.writes.begin(request)
 
     async def commit_write(self, write_id: str, commit: WriteCommit) -> WriteStatus:
-        """Raises NotFound, InvalidRequest naming the checksum that differs, Conflict; and what a Write over
-        several nodes can end with."""
-        if status := self._committed(write_id):
-            return status
-        mine = self._writes.get(write_id)
-        if mine is None or not self.holder.has_open(write_id):
-            raise self._gone(write_id)
-        config, request = self.holder.cluster.config, mine.request
-        if commit.writer not in request.writers:
-            raise InvalidRequest(
-                "writer",
-                f"{commit.writer!r} is none of the writers {list(request.writers)}",
-                "Commit as the writer that began the Write",
-            )
-        part = mine.parts.get(commit.writer)
-        if part is None:
-            problem = f"{commit.writer} did not begin Write {write_id} here"
-            raise Conflict(**told("writer", problem, "Begin the Write at this node first", write_id=write_id))
-        if len(commit.checksums) != len(part.parts):
-            raise InvalidRequest(
-                "checksums",
-                f"{len(commit.checksums)} checksums for {len(part.parts)} boxes",
-                "Send one per box, in the order of the boxes",
-            )
-        await self._verify(write_id, mine, commit, part.parts)
-        status = await self._of_coordinator(
-            write_id,
-            "done",
-            WriterDone(write_id=write_id, writer=commit.writer, node=self.holder.cluster.node),
-            WriteStatus,
-            4 * config.copy_deadline_s,
-        )
+        status = await self.writes.commit(write_id, commit)
         self._num_commits += status.committed
         return status
 
-    async def _verify(
-        self, write_id: str, mine: _LocalWrite, commit: WriteCommit, parts: tuple[Part, ...]
-    ) -> None:
-        request, holder = mine.request, self.holder
-        _, memory = holder.staging(request.model, write_id)
-        canonical = holder.cluster.canonical(request.model)
-        write = OpenWrite(write_id, request.model, request.version, request.attempt, request.writers)
-        verification = Verification(
-            write,
-            commit.writer,
-            parts,
-            commit.checksums,
-            canonical.specs,
-            canonical.by_name,
-            memory,
-        )
-        problem = await asyncio.to_thread(verification.problem)
-        if problem is not None:
-            remedy = "Copy the box again, then commit again"
-            raise InvalidRequest(f"checksums[{problem[0]}]", problem[1], remedy)
-
     async def write_status(self, write_id: str) -> WriteStatus:
-        """Raises NotFound if the Write is unknown or ended without a version."""
-        if status := self._committed(write_id):
-            return status
-        query = QueryWrite(write_id=write_id)
-        return await self._of_coordinator(
-            write_id, "status", query, WriteStatus, self.holder.cluster.config.control_deadline_s
-        )
+        return await self.writes.status(write_id)
 
     async def abandon(self, write_id: str) -> None:
-        """Raises NotFound; Conflict if it was committed."""
-        if self._committed(write_id):
-            problem = f"Write {write_id} is committed"
-            raise Conflict(**told("write_id", problem, "Write a newer version", write_id=write_id))
-        message = AbortWrite(write_id=write_id, reason="its writer gave it up")
-        limit_s = 2 * self.holder.cluster.config.control_deadline_s
-        await self._of_coordinator(write_id, "abandon", message, Done, limit_s)
-
-    def _committed(self, write_id: str) -> WriteStatus | None:
-        for commit in self.holder.cluster.commits.values():
-            if commit.write_id == write_id:
-                return WriteStatus(
-                    write_id=write_id, version=commit.version, committed=True, pending_writers=()
-                )
-        return None
-
-    def _gone(self, write_id: str) -> NotFound:
-        problem = f"no Write {write_id} is open here: it was abandoned, or replaced"
-        return NotFound(**told("write_id", problem, "Begin the Write again", write_id=write_id))
-
-    async def _of_coordinator(
-        self, write_id: str, command: str, message: Message, reply: type[R], deadline_s: float
-    ) -> R:
-        """Ask the node that opened the Write: another one may lead by now."""
-        mine = self._writes.get(write_id)
-        if mine is not None:
-            return await self.holder.cluster.ask(mine.leader, command, message, reply, deadline_s=deadline_s)
-        return (await self._of_leader(command, message, reply, deadline_s))[0]
-
-    async def _of_leader(
-        self, command: str, message: Message, reply: type[R], deadline_s: float
-    ) -> tuple[R, int]:
-        """The answer of whoever leads, and who that is. A view that is behind is read again once."""
-        cluster = self.holder.cluster
-        for attempt in (1, 2):
-            node = leader(cluster.view)
-            if node is None:
-                remedy = "wait until nodes have joined"
-                raise Conflict(
-                    f"no node serves: nobody can coordinate. {remedy}", field="model", remedy=remedy
-                )
-            try:
-                return await cluster.ask(node, command, message, reply, deadline_s=deadline_s), node
-            except Conflict as error:
-                if attempt == 2 or "does not lead" not in error.message:
-                    raise
-                await self.members.refresh()
-        raise AssertionError
+        await self.writes.abandon(write_id)
 
     def nodes(self) -> NodesStatus:
         cluster = self.holder.cluster
@@ -332,10 +188,13 @@ class ClusterService:
         """The record moved: flip at once if this node has sealed it, else the next beat fills."""
         if self.holder.flip(commit):
             await self.refill.record(commit.model)
-        await self.publish_policy()
+        try:
+            await self.publish_policy()
+        except PivotError as error:  # the version is readable all the same; the next beat publishes it
+            _log.warning("%s is not on the bus yet: %s", commit.summary(), error)
 
     async def publish_policy(self) -> None:
-        """The leader tells everybody the policy's version, once per commit."""
+        """The leader tells everybody the policy's version, once per commit. Raises BusError."""
         cluster = self.holder.cluster
         commit = cluster.commits.get(POLICY)
         if commit is None or leader(cluster.view) != cluster.node or not group_of(cluster.view, cluster.node):

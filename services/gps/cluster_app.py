@@ -11,6 +11,7 @@ from services.gps.cluster import ClusterService
 from services.gps.holder import Holder
 from services.gps.leader import Leader
 from services.gps.loads import newest_model_folder
+from services.gps.local_writes import LocalWrites
 from services.gps.manifest import Manifest
 from services.gps.members import Members
 from services.gps.membership import Silence, first_view
@@ -166,9 +167,11 @@ def _assemble(
         await ctx.bus.kv_put(ctx.subjects.policy_bucket, POLICY_VERSION_KEY, version)
 
     regions = Regions(cluster.links, now_s, 2 * config.copy_deadline_s)
-    holder = Holder(cluster, store, ctx.config.run.name, now_s, lambda: late[0].changed(), regions)
+    holder = Holder(
+        cluster, store, ctx.config.run.name, now_s, lambda: late[0].changed(), regions, transport.check
+    )
     plans = ViewPlans(cluster, NODE_LINK)
-    reads = RemoteReads(holder, plans, transport.check)
+    reads = RemoteReads(holder, plans)
     members = Members(
         cluster,
         Silence(cluster.node, config.dead_after_s),
@@ -176,6 +179,7 @@ def _assemble(
         group_size,
         view_changed=lambda old, new: late[0].view_changed(old, new),
         commit_seen=lambda commit: late[0].commit_seen(commit),
+        beaten=lambda: late[0].publish_policy(),
     )
     refill = Refill(
         holder,
@@ -196,7 +200,15 @@ def _assemble(
         members.see,
     )
     service = ClusterService(
-        holder, plans, Receivers(holder, reads), members, refill, leads, publish, transport.status
+        holder,
+        plans,
+        Receivers(holder, reads, members.refresh),
+        members,
+        refill,
+        leads,
+        LocalWrites(holder, members.refresh),
+        publish,
+        transport.status,
     )
     late.append(service)
     return service

@@ -14,7 +14,7 @@ Invariants
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,17 +23,16 @@ from numpy.typing import NDArray
 from services.gps.packing import Packing
 from services.gps.peers import Cluster
 from services.gps.regions import Regions
+from services.gps.slices import Slices, copy_slices, hash_slices, slice_box, slices_key
 from services.gps.store import Store
-from services.gps.versions import Buffer, Lease, Model, in_threads, version_checksum
-from shared.contracts.gps_cluster import MAX_SLICES, HashSlices, SliceBox, SlicesHashed, VersionCommit
-from shared.errors import Conflict, InvalidRequest, NotFound, TransportError
+from services.gps.versions import Buffer, Lease, Model, version_checksum
+from shared.contracts.gps_cluster import MAX_SLICES, HashSlices, SlicesHashed, VersionCommit
+from shared.errors import Conflict, InvalidRequest, NotFound, TransportError, told
 from shared.layout.tensor_layout import Box
-from shared.weights.checksum import checksum_bytes
 from shared.weights.landing import Landing, make_landing
 from shared.weights.peer_links import Pull
 
 _log = logging.getLogger("pivotrl.gps")
-Slices = Sequence[tuple[str, Box]]
 
 
 @dataclass(slots=True)
@@ -55,6 +54,8 @@ class Holder:
     now_s: Callable[[], float]
     changed: Callable[[], None]
     regions: Regions
+    check_transport: Callable[[], None]
+    """Raises TransportError if UCX chose what the configuration does not allow."""
     receivers: dict[tuple[str, str], Landing] = field(default_factory=dict)
     """Landing buffers by (receiver, model)."""
     open: dict[str, OpenShard] = field(default_factory=dict)
@@ -109,11 +110,10 @@ class Holder:
         found = self.store.model(model)
         async with self.lock(model):
             if version <= found.version:
-                raise Conflict(
-                    f"{self.cluster.name} has version {found.version} of {model}, not older than {version}",
-                    field="version",
-                    remedy=f"write a version after {found.version}",
+                problem = (
+                    f"{self.cluster.name} has version {found.version} of {model}, not older than {version}"
                 )
+                raise Conflict(**told("version", problem, f"Write a version after {found.version}"))
             await self.empty(found, wait_s)
             self.open[model] = OpenShard(write_id, version)
             staging = await self._stage(model, found.spare)
@@ -165,12 +165,11 @@ class Holder:
         for model, shard in self.open.items():
             if shard.write_id == write_id:
                 return model
-        raise NotFound(
-            f"{self.cluster.name} has no open Write {write_id}: it was replaced or given up. Begin it again",
-            write_id=write_id,
-            field="write_id",
-            remedy="begin the Write again",
-        )
+        raise self._not_open(write_id)
+
+    def _not_open(self, write_id: str) -> NotFound:
+        problem = f"{self.cluster.name} has no open Write {write_id}: it was replaced or given up"
+        return NotFound(**told("write_id", problem, "Begin the Write again", write_id=write_id))
 
     async def fetch(
         self, write_id: str, sender: int, region: str, slices: Slices, *, is_staging: bool
@@ -183,7 +182,7 @@ class Holder:
             memory, packing = self.memory(model, region, is_staging=is_staging)
             into = self.store.model(model).spare.region.memory
             if memory is not into:
-                await asyncio.to_thread(self.copy_local, packing, memory, self.packing(model), into, slices)
+                await asyncio.to_thread(copy_slices, packing, memory, self.packing(model), into, slices)
             return
         theirs = self.cluster.canonical(model) if is_staging else self.cluster.packing(model, sender)
         spare = self.store.model(model).spare.region
@@ -193,9 +192,10 @@ class Holder:
             theirs=theirs.spans_of(slices),
             local_region=spare.path.name,
             ours=self.packing(model).spans_of(slices),
-            key=_key(slices),
+            key=slices_key(slices),
         )
         await self.cluster.links.pull([pull], self.cluster.config.copy_deadline_s)
+        self.check_transport()
         await self.compare(model, sender, region, slices, spare.memory, self.packing(model), is_staging)
 
     async def compare(
@@ -218,7 +218,7 @@ class Holder:
                 self.cluster.ask(
                     sender, "hash", question, SlicesHashed, deadline_s=self.cluster.config.copy_deadline_s
                 ),
-                asyncio.to_thread(_hashes, packing, memory, part),
+                asyncio.to_thread(hash_slices, packing, memory, part),
             )
             for (tensor, box), sent, got in zip(part, theirs.checksums, ours, strict=True):
                 if sent != got:
@@ -237,15 +237,7 @@ class Holder:
                 raise InvalidRequest(
                     f"slices[{index}]", f"{self.cluster.name} does not hold it", "Plan again"
                 )
-        return SlicesHashed(checksums=tuple(await asyncio.to_thread(_hashes, packing, memory, slices)))
-
-    @staticmethod
-    def copy_local(
-        source: Packing, memory: NDArray[np.uint8], target: Packing, into: NDArray[np.uint8], slices: Slices
-    ) -> None:
-        """Copy boxes between two regions of this node. Blocking."""
-        for tensor, box in slices:
-            target.view_of(into, tensor, box)[...] = source.view_of(memory, tensor, box)
+        return SlicesHashed(checksums=tuple(await asyncio.to_thread(hash_slices, packing, memory, slices)))
 
     async def seal(self, write_id: str) -> str:
         """Checksum of the whole shard in the spare buffer."""
@@ -254,7 +246,7 @@ class Holder:
         found = self.store.model(model)
         checksum = await asyncio.to_thread(version_checksum, found.tensors, found.spare.region.memory)
         if self.open.get(model) is not shard:
-            raise NotFound(f"Write {write_id} was replaced", write_id=write_id)
+            raise self._not_open(write_id)
         shard.checksum = checksum
         return checksum
 
@@ -292,12 +284,8 @@ class Holder:
         self.store.expire(found, self.now_s())
         buffer = next((b for b in found.buffers if b.version == version and not b.is_dirty), None)
         if buffer is None or self.lineages.get(model) != lineage:
-            raise Conflict(
-                f"{self.cluster.name} has version {found.version} of {model}, not {version}",
-                version=found.version,
-                field="version",
-                remedy="read again",
-            )
+            problem = f"{self.cluster.name} has version {found.version} of {model}, not {version}"
+            raise Conflict(**told("version", problem, "Read again", version=found.version))
         lease = Lease(self.store.new_id(), receiver, version, self.now_s() + lease_s)
         buffer.leases[lease.lease_id] = lease
         return lease.lease_id, buffer.region.path.name
@@ -305,19 +293,3 @@ class Holder:
     def close(self) -> None:
         for landing in self.landings():
             landing.remove()
-
-
-def slice_box(item: tuple[str, Box]) -> SliceBox:
-    return SliceBox(tensor=item[0], start=item[1].start, shape=item[1].shape)
-
-
-def _key(slices: Slices) -> str:
-    """Equal for equal slices."""
-    return checksum_bytes(repr(slices).encode())
-
-
-def _hashes(packing: Packing, memory: NDArray[np.uint8], slices: Slices) -> list[str]:
-    def one(item: tuple[str, Box]) -> str:
-        return checksum_bytes(np.ascontiguousarray(packing.view_of(memory, *item)).reshape(-1).data)
-
-    return in_threads(one, slices)

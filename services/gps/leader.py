@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from services.gps.boxes import parts_of
 from services.gps.cluster_write import ClusterWrite, JoinedWriter, batches, shard_problem
 from services.gps.forwarding import Hop
-from services.gps.holder import slice_box
 from services.gps.membership import complete_groups, leader, serving
 from services.gps.peers import Cluster, gather_all
+from services.gps.slices import slice_box
 from shared.contracts.base import Done
 from shared.contracts.gps import WriteStatus
 from shared.contracts.gps_cluster import (

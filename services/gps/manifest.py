@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from services.gps.versions import Model
 from shared.contracts.base import Message
 from shared.contracts.gps import PoolTensor
 
@@ -58,3 +59,16 @@ class Manifest:
     def paths(self) -> frozenset[Path]:
         """Regions that may be adopted: not leftovers to remove."""
         return frozenset(Path(entry.path) for entry in self._entries.values())
+
+
+def entry_of(model: Model) -> ManifestEntry:
+    """The readable version of `model` on a node that holds all of it."""
+    return ManifestEntry(
+        model=model.name,
+        path=model.readable.view.path,
+        nbytes=model.nbytes,
+        version=model.version,
+        checksum=model.checksum,
+        num_regions=model.num_regions,
+        tensors=model.tensors,
+    )

@@ -31,7 +31,7 @@ def commit_key(model: str) -> str:
 
 @dataclass(slots=True)
 class Members:
-    """`view_changed(old, new)` and `commit_seen(commit)` are told what moved."""
+    """`view_changed(old, new)` and `commit_seen(commit)` are told what moved, `beaten` the end of a beat."""
 
     cluster: Cluster
     silence: Silence
@@ -39,6 +39,7 @@ class Members:
     group_size: int
     view_changed: Callable[[ClusterView, ClusterView], Awaitable[None]]
     commit_seen: Callable[[VersionCommit], Awaitable[None]]
+    beaten: Callable[[], Awaitable[None]]
     refill: Refill | None = None
     waits_for: str | None = "the cluster's view"
     is_leaving: bool = False
@@ -196,6 +197,7 @@ class Members:
         if self._is_full():
             await self.change(lambda view: serve(view, node, life))
             self.waits_for = None
+        await self.beaten()
 
     def _is_full(self) -> bool:
         assert self.refill is not None

@@ -6,15 +6,19 @@ Read, untouched while a lease holds it.
 """
 
 import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from services.gps.boxes import Part, count_bytes
+from services.gps.boxes import Part
+from services.gps.checks import asked_bytes
 from services.gps.holder import Holder
 from services.gps.remote_reads import RemoteReads, Target
+from services.gps.slices import copy_slices
 from services.gps.versions import Lease
 from services.gps.view_plans import split_by_place, without_repeats
 from shared.contracts.gps import PoolView, ReadGrant, ReadRequest
-from shared.errors import Conflict, InvalidRequest
+from shared.errors import Conflict, InvalidRequest, PivotError, told
 from shared.layout.tensor_layout import whole
 from shared.weights.landing import Landing, check_name, make_landing
 
@@ -34,10 +38,11 @@ class Receiver:
 
 @dataclass(slots=True)
 class Receivers:
-    """Receivers by (name, model)."""
+    """Receivers by (name, model). `refresh` reads the view that stands."""
 
     holder: Holder
     reads: RemoteReads
+    refresh: Callable[[], Awaitable[None]]
     _known: dict[tuple[str, str], Receiver] = field(default_factory=dict)
 
     @property
@@ -56,11 +61,8 @@ class Receivers:
         if found := self._known.get((receiver, model)):
             return found.view
         if len(self._known) >= MAX_RECEIVERS:
-            raise Conflict(
-                f"{MAX_RECEIVERS} receivers are registered. Remove some with DELETE /v1/receivers/NAME",
-                field="receiver",
-                remedy="remove receivers that are gone",
-            )
+            problem = f"{MAX_RECEIVERS} receivers are registered"
+            raise Conflict(**told("receiver", problem, "Remove some with DELETE /v1/receivers/NAME"))
         canonical = self.holder.cluster.canonical(model)
         landing = make_landing(
             self.holder.run,
@@ -91,7 +93,7 @@ class Receivers:
         holder, store = self.holder, self.holder.store
         packing = holder.packing(request.model)
         specs = holder.cluster.specs[request.model]
-        nbytes = count_bytes(specs, parts) if parts else sum(s.nbytes for s in specs.values())
+        nbytes = asked_bytes(specs, parts)
         if packing.is_whole:
             granted = store.read(request, holder.now_s())
             return ReadGrant(
@@ -157,12 +159,19 @@ class Receivers:
                     model, version, lineage, request.receiver, without_repeats(away), target, left_s
                 )
                 await asyncio.to_thread(
-                    holder.copy_local, packing, source, canonical, target.memory, without_repeats(here)
+                    copy_slices, packing, source, canonical, target.memory, without_repeats(here)
                 )
             except Conflict as error:
-                # peers flip a moment earlier or later than this node: they have this version, or it moves on
-                moved = (holder.lineages.get(model, 0), own.model.version) != (lineage, version)
-                if holder.now_s() >= end_s or not (moved or error.data.get("field") == "version"):
+                # peers flip a moment earlier or later than this node, and the view may be a beat old
+                epoch, held = holder.cluster.view.epoch, (lineage, version)
+                with contextlib.suppress(PivotError):  # what the Read ends with says more
+                    await self.refresh()
+                has_moved = (
+                    error.data.get("field") == "version"
+                    or holder.cluster.view.epoch != epoch
+                    or (holder.lineages.get(model, 0), own.model.version) != held
+                )
+                if holder.now_s() >= end_s or not has_moved:
                     raise
                 await asyncio.sleep(0.01)
                 continue

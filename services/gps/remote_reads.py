@@ -9,7 +9,6 @@ A sender that fails or is late is left out at once; the view follows when its he
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,11 +45,10 @@ class _Source:
 
 @dataclass(slots=True)
 class RemoteReads:
-    """`check` raises TransportError if the transport turned out to be another one than is allowed."""
+    """Pulls into regions of `holder`'s node, as `plans` say."""
 
     holder: Holder
     plans: ViewPlans
-    check: Callable[[], None]
     num_pulled_bytes: int = 0
     num_reroutes: int = 0
 
@@ -169,7 +167,7 @@ class RemoteReads:
             )
         try:
             self.num_pulled_bytes += await cluster.links.pull(pulls, deadline_s)
-            self.check()
+            self.holder.check_transport()
             if has_proof:
                 for source in sources:
                     await self.holder.compare(

@@ -14,12 +14,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.gps.boxes import Part, count_bytes
-from services.gps.checks import checked_parts
-from services.gps.manifest import Manifest, ManifestEntry
+from services.gps.checks import asked_bytes, checked_parts
+from services.gps.manifest import Manifest, entry_of
 from services.gps.plans import Plans
 from services.gps.store import Store
-from services.gps.versions import Model, Seal, version_checksum
+from services.gps.versions import Seal, version_checksum
 from shared.contracts.gps import (
     ModelStatus,
     NodesStatus,
@@ -156,16 +155,12 @@ class GpsService:
     async def add_receiver(self, receiver: str, request: ReceiverRequest) -> ReceiverStatus:
         """Nothing to do: this node holds everything. Raises NotFound, InvalidRequest."""
         model = self.store.model(request.model)
-        nbytes = self._nbytes(model, checked_parts(model.specs, request.boxes))
+        nbytes = asked_bytes(model.specs, checked_parts(model.specs, request.boxes))
         return ReceiverStatus(receiver=receiver, model=request.model, nbytes=nbytes)
 
     async def remove_receiver(self, receiver: str) -> None:
         problem = f"no receiver {receiver} is registered: a node alone needs none"
         raise NotFound(**told("receiver", problem, "Read without registering"))
-
-    @staticmethod
-    def _nbytes(model: Model, parts: Sequence[Part]) -> int:
-        return count_bytes(model.specs, parts) if parts else sum(s.nbytes for s in model.specs.values())
 
     async def read(self, request: ReadRequest) -> ReadGrant:
         """Raises NotFound, InvalidRequest; Conflict if `min_version` is not committed within `wait_s`."""
@@ -183,7 +178,7 @@ class GpsService:
             lease_id=granted.lease.lease_id,
             view=granted.view,
             plan_id=plan.plan_id,
-            nbytes=self._nbytes(model, parts),
+            nbytes=asked_bytes(model.specs, parts),
         )
 
     def release(self, lease_id: str) -> None:
@@ -260,7 +255,7 @@ class GpsService:
         if self._manifest is not None:
             async with self._on_record:
                 try:
-                    await asyncio.to_thread(self._manifest.put, _entry_of(self.store.model(name)))
+                    await asyncio.to_thread(self._manifest.put, entry_of(self.store.model(name)))
                 except OSError as error:  # the version is readable all the same
                     _log.error("a restarted GPS will not find %s: %s", name, error)
         model = self.store.model(name)
@@ -311,15 +306,3 @@ class GpsService:
             "plan_cache_hits_total": self.plans.cache.num_hits,
             "plan_cache_misses_total": self.plans.cache.num_misses,
         }
-
-
-def _entry_of(model: Model) -> ManifestEntry:
-    return ManifestEntry(
-        model=model.name,
-        path=model.readable.view.path,
-        nbytes=model.nbytes,
-        version=model.version,
-        checksum=model.checksum,
-        num_regions=model.num_regions,
-        tensors=model.tensors,
-    )

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.gps.boxes import spec_of
-from services.gps.checks import checked_cover, checked_parts
+from services.gps.checks import check_commit, check_read, check_write, checked_cover, wrong_checksum
 from services.gps.versions import Buffer, Granted, Lease, Model, OpenWrite, Seal, Verification, WriterPart
 from shared.contracts.gps import (
     ModelStatus,
@@ -126,20 +126,7 @@ class Store:
     def check_read(self, request: ReadRequest) -> Model:
         """The model, if `request` can be served now. Raises as `read` does."""
         model = self.model(request.model)
-        if model.version < 0:
-            problem = f"{model.name} is still being seeded"
-            raise Conflict(**told("model", problem, "Wait until /readyz is ready", model=model.name))
-        if not 0 < request.lease_s <= self.max_lease_s:
-            problem = f"{request.lease_s} is not in (0, {self.max_lease_s}] seconds"
-            raise InvalidRequest("lease_s", problem, f"Ask for at most {self.max_lease_s:g}")
-        if request.min_version > model.version:
-            problem = (
-                f"{model.name} is at version {model.version}, version {request.min_version} was asked for"
-            )
-            remedy = "Read with a longer wait_s, or after it was committed"
-            raise Conflict(
-                **told("min_version", problem, remedy, version=model.version, min_version=request.min_version)
-            )
+        check_read(model, request, self.max_lease_s)
         return model
 
     def release(self, lease_id: str, now_s: float) -> None:
@@ -177,23 +164,7 @@ class Store:
     def check_write(self, request: WriteRequest) -> WriterPart:
         """What the writer holds. Raises what no waiting can mend: NotFound, InvalidRequest, Conflict on the
         version."""
-        model = self.model(request.model)
-        if model.is_frozen:
-            problem = f"{model.name} is frozen: nobody writes it"
-            raise Conflict(**told("model", problem, "Write the policy", model=model.name))
-        if request.version <= model.version:
-            problem = f"version {request.version} of {model.name} is not newer than version {model.version}"
-            remedy = f"Write a version after {model.version}"
-            raise Conflict(**told("version", problem, remedy, version=model.version, asked=request.version))
-        if not request.writers or len(set(request.writers)) != len(request.writers):
-            remedy = "List each writer of this version, once"
-            raise InvalidRequest(
-                "writers", "must name every writer once", remedy, writers=list(request.writers)
-            )
-        if request.writer not in request.writers:
-            problem = f"{request.writer!r} is none of {list(request.writers)}"
-            raise InvalidRequest("writer", problem, "Name it among the writers")
-        return WriterPart(checked_parts(model.specs, request.boxes))
+        return check_write(self.model(request.model), request)
 
     def begin_write(self, request: WriteRequest, now_s: float) -> WriteGrant:
         """Join the Write of this version, or open it; a torn one of dead writers is replaced.
@@ -271,16 +242,7 @@ class Store:
         if status.committed:
             return status
         model, write = self._open(write_id)
-        if commit.writer not in write.writers:
-            problem = f"{commit.writer!r} is none of the writers {list(write.writers)}"
-            raise InvalidRequest("writer", problem, "Commit as the writer that began the Write")
-        if commit.writer not in write.joined:
-            problem = f"{commit.writer} did not begin Write {write_id}"
-            raise Conflict(**told("writer", problem, "Begin the Write first", write_id=write_id))
-        part = write.joined[commit.writer]
-        if len(commit.checksums) != len(part.parts):
-            problem = f"{len(commit.checksums)} checksums for {len(part.parts)} boxes"
-            raise InvalidRequest("checksums", problem, "Send one per box, in the order of the boxes")
+        part = check_commit(write_id, commit, write.writers, write.joined)
         memory = model.spare.region.memory
         return Verification(
             write, commit.writer, part.parts, commit.checksums, model.specs, model.by_name, memory
@@ -295,8 +257,7 @@ class Store:
         """
         model, write = self._open(done.write.write_id)
         if problem is not None:
-            remedy = "Copy the box again, then commit again"
-            raise InvalidRequest(f"checksums[{problem[0]}]", problem[1], remedy)
+            raise wrong_checksum(problem)
         write.joined[done.writer].checksums = done.checksums
         if write.pending or write.is_sealing:
             return write.status()

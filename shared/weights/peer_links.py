@@ -206,7 +206,8 @@ class PeerLinks:
     async def _call(self, phase: str, peer: str, work: Callable[[], T], deadline_s: float) -> T:
         future = asyncio.get_running_loop().run_in_executor(self._thread, work)
         try:
-            return await asyncio.wait_for(asyncio.shield(future), deadline_s)
+            async with asyncio.timeout(deadline_s):  # `wait_for` may swallow a cancellation before 3.12
+                return await asyncio.shield(future)
         except TimeoutError:
             raise DeadlineExceeded(role=self._role, peer=peer, phase=phase, deadline_s=deadline_s) from None
 
