@@ -46,7 +46,7 @@ class _Spans:
         return int(self.spans[:, 1].sum())
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Copy:
     handle: Any
     peer: str

@@ -28,7 +28,7 @@ MAX_LISTS = 256
 """Prepared lists kept, the latest used."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pull:
     """Copy `theirs` of `remote_region` of `peer` to `ours` of `local_region`, row by row (bytes).
 
@@ -47,7 +47,7 @@ Key = tuple[str, str, str, str]
 """Agent, its region, own region, key of the spans."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Copy:
     pull: Pull
     key: Key
@@ -55,7 +55,7 @@ class _Copy:
     is_done: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Batch:
     copies: list[_Copy] = field(default_factory=list)
 

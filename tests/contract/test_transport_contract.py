@@ -214,6 +214,30 @@ def test_peer_of_another_transport_or_gone_is_refused(ends: Ends) -> None:
     test_waiting_again_for_a_done_copy_returns(ends)
 
 
+def test_looking_at_a_copy_ends_with_it_done(ends: Ends) -> None:
+    local = ends.peer.prepare_local("staging", spans((0, SIZE)))
+    remote = ends.peer.prepare_remote(agent_of(ends.store), "pool", spans((0, SIZE)))
+    operation = ends.peer.read(local, remote)
+    for _ in range(100_000):
+        if ends.peer.poll(operation):
+            break
+    assert np.array_equal(ends.staging, ends.pool)
+    assert ends.peer.poll(operation), "looking again says so again"
+    ends.peer.cancel(operation)
+    ends.peer.wait(operation, 1)
+
+
+def test_cancelled_copy_is_over_and_the_next_one_works(ends: Ends) -> None:
+    local = ends.peer.prepare_local("staging", spans(*[(i * 16, 8) for i in range(20_000)]))
+    remote = ends.peer.prepare_remote(
+        agent_of(ends.store), "pool", spans(*[(i * 24, 8) for i in range(20_000)])
+    )
+    ends.peer.cancel(ends.peer.read(local, remote))
+    ends.peer.disconnect(agent_of(ends.store))
+    ends.peer.connect(ends.store.describe())
+    test_waiting_again_for_a_done_copy_returns(ends)
+
+
 def test_explains_itself_in_one_line(ends: Ends) -> None:
     line = ends.peer.explain()
     assert line.startswith(ends.peer.describe().transport)
