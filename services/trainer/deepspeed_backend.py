@@ -15,6 +15,7 @@ reloads first.
 import ctypes
 import gc
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ from services.trainer.ports import StepStats
 from shared.contracts.gps import TensorBox
 from shared.contracts.rank import TrainSample
 from shared.errors import EngineError, LayoutError, NotFound
-from shared.weights.checksum import checksum_bytes
+from shared.layout.tensor_layout import FlatRange
+from shared.weights.checksum import checksum_region
 from shared.weights.host_pool import MappedPool
 
 log = logging.getLogger("pivotrl.rank")
@@ -225,12 +227,12 @@ class DeepSpeedBackend:
 
     def _fill(self, module: Any, pool: MappedPool) -> None:
         for name, parameter, start, count in self._shards(module, pool):
-            source = pool.torch(name).reshape(-1)[start : start + count]
-            parameter.ds_tensor.data[:count].copy_(source)
+            parameter.ds_tensor.data[:count].copy_(pool.flat(name, start, count))
             parameter.ds_tensor.data[count:].zero_()
         names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         if self._config.rank == 0:  # tensors that nobody trains are written back as they came
-            self._constants = {n: pool.torch(n).clone() for n in pool.names if n not in names}
+            numel = {n: math.prod(pool.tensor(n).shape) for n in pool.names if n not in names}
+            self._constants = {n: pool.flat(n, 0, count).clone() for n, count in numel.items()}
 
     def _find_boxes(self, pool: MappedPool) -> Iterator[TensorBox]:
         for name, _, start, count in self._shards(self._engine.module, pool):
@@ -268,10 +270,10 @@ class DeepSpeedBackend:
                 source = parameters[box.tensor].ds_tensor.data[:count]
             else:
                 source = self._constants[box.tensor].reshape(-1)
-            pool.torch(box.tensor).reshape(-1)[start : start + count].copy_(source)
-            itemsize = source.element_size()
-            raw = pool.raw(box.tensor)[start * itemsize : (start + count) * itemsize]
-            checksums.append(checksum_bytes(raw.data))
+            pool.write_flat(box.tensor, start, source)
+            shape, width, part = pool.tensor(box.tensor).shape, source.element_size(), FlatRange(start, count)
+            storage = pool.storage(box.tensor)
+            checksums.append(checksum_region(pool.raw(box.tensor), shape, width, part, storage))
         return tuple(checksums)
 
     # training

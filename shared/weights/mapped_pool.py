@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shared.contracts.gps import PoolTensor, PoolView
 from shared.errors import InvalidRequest, LayoutError, NotFound
 from shared.layout.sliced_storage import SlicedStorage
-from shared.layout.tensor_layout import Region
+from shared.layout.tensor_layout import FlatRange, Region
 from shared.weights.dtypes import itemsize_of, numpy_dtype
 from shared.weights.stored_parts import paired_parts, storages_of
 
@@ -123,6 +123,27 @@ class MappedPool:
         tensor = self.tensor(name)
         numel = int(np.prod(tensor.shape, dtype=np.int64))
         return self._torch(tensor.model_copy(update={"shape": (numel,)}))
+
+    def flat(self, name: str, start: int, count: int) -> Any:
+        """Elements `[start, start + count)` of tensor `name` in row-major order, a torch tensor of one
+        dimension: over the same memory, or a copy if the tensor is stored in slices."""
+        if self.storage(name) is None:
+            return self.torch(name).reshape(-1)[start : start + count]
+        import torch
+
+        dense = torch.empty(count, dtype=getattr(torch, self.tensor(name).dtype))
+        self.copy_out(name, FlatRange(start, count), dense.view(torch.uint8).numpy())
+        return dense
+
+    def write_flat(self, name: str, start: int, source: Any) -> None:
+        """Write a contiguous torch tensor, of any device, over the row-major elements from `start` on."""
+        if self.storage(name) is None:
+            self.torch(name).reshape(-1)[start : start + source.numel()].copy_(source)
+            return
+        import torch
+
+        host = source.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+        self.copy_in(name, FlatRange(start, source.numel()), host)
 
     @property
     def tensors(self) -> Mapping[str, Any]:

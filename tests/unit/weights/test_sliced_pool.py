@@ -173,3 +173,17 @@ def test_seed_and_export_pass_through_slices(host: HostPool, tmp_path: Path) -> 
     write_safetensors(view, tmp_path / "out.safetensors")
     found = load_file(tmp_path / "out.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
+
+
+def test_a_rank_writes_and_reads_flat_ranges_of_either_storage() -> None:
+    torch = pytest.importorskip("torch")
+    truth = torch.randn(48).to(torch.bfloat16)
+    for storage in (None, slice_storage(SHAPE, COLUMNS)):
+        pool = pool_of(storage)
+        for start, count in ((0, 19), (19, 29)):
+            pool.write_flat("w", start, truth[start : start + count])
+        assert torch.equal(pool.flat("w", 0, 48), truth)
+        assert torch.equal(pool.flat("w", 5, 30), truth[5:35])
+        region = FlatRange(5, 30)
+        found = checksum_region(pool.raw("w"), SHAPE, 2, region, pool.storage("w"))
+        assert found == checksum_bytes(truth[5:35].view(torch.uint8).numpy().data)
