@@ -12,6 +12,7 @@ import pytest
 
 from shared.contracts.gps import PoolTensor, PoolView
 from shared.errors import ConfigError, InvalidRequest, NotFound
+from shared.weights import pool_reader
 from shared.weights.host_pool import (
     SHM_FOLDER,
     HostPool,
@@ -200,3 +201,31 @@ def test_reader_maps_a_region_once_and_forgets_one_that_was_made_again(pool: Hos
         reader.map(view)
     assert reader.num_mapped == 0
     reader.close()
+
+
+def test_reader_pins_each_mapping_once_and_unpins_what_is_gone(
+    pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(pool_reader, "pin", lambda address, nbytes, what: calls.append(("pin", address)))
+    monkeypatch.setattr(pool_reader, "unpin", lambda address: calls.append(("unpin", address)))
+    regions = [pool.create("policy", name, 4096) for name in ("b0", "b1")]
+    views = [PoolView(path=str(region.path), nbytes=4096, tensors=()) for region in regions]
+    reader = PoolReader(is_pinning=True)
+    first = reader.map(views[0]).address
+    assert reader.map(views[0]).address == first
+    second = reader.map(views[1]).address
+    pool.remove(regions[0])
+    reader.map(views[1])
+    assert calls == [("pin", first), ("pin", second), ("unpin", first)]
+    reader.close()
+    assert calls[-1] == ("unpin", second)
+
+
+def test_path_is_confined_unless_the_caller_vouches_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "version.pool"
+    path.write_bytes(bytes(512))
+    view = PoolView(path=str(path), nbytes=512, tensors=())
+    with pytest.raises(InvalidRequest, match="not a pool file"):
+        map_view(view)
+    assert map_view(view, folder=None).memory.nbytes == 512
