@@ -38,7 +38,7 @@ from shared.weights.nixl_transport import NixlTransport
 from shared.weights.peer_links import PeerLinks
 from shared.weights.ports import Transport
 from shared.weights.seed import plan_seed
-from shared.weights.ucx import check_lanes, chosen_lanes, set_environment
+from shared.weights.ucx import LaneLog, check_lanes, set_environment
 
 NODE_LINK = Link(bandwidth_bytes_per_s=12.5e9, overhead_s=2e-5)
 """Between two nodes; equal for all pairs, so that only the balance depends on it. 100 Gbit/s."""
@@ -133,11 +133,11 @@ class _Transport:
     """What UCX chose; a change is logged, a choice that is not allowed is an error of every copy."""
 
     def __init__(self, config: GpsSection, log_file: Path, ctx: ServiceContext) -> None:
-        self._config, self._log_file, self._ctx = config, log_file, ctx
+        self._config, self._log, self._ctx = config, LaneLog(log_file), ctx
         self._seen: tuple[str, ...] = ()
 
     def status(self) -> TransportStatus:
-        lanes = chosen_lanes(self._log_file)
+        lanes = self._log.lanes()
         shown = tuple(f"{lane.transport} on {lane.device}" for lane in lanes)
         if shown != self._seen:
             self._seen = shown
@@ -148,7 +148,7 @@ class _Transport:
     def check(self) -> None:
         """Raises TransportError."""
         self.status()
-        check_lanes(self._config.transport, chosen_lanes(self._log_file))
+        check_lanes(self._config.transport, self._log.lanes())
 
 
 def _assemble(

@@ -44,9 +44,7 @@ async def serve_rank(ctx: ServiceContext, rank: int) -> None:
         ctx.log.error("this life of the ranks is over: %s", error.message)
         _leave(1)
 
-    gps = GpsClient(
-        ctx.gps_url, token=ctx.token, name=f"rank-{rank}", deadline_s=GPS_DEADLINE_S
-    )
+    gps = GpsClient(ctx.gps_url, token=ctx.token, name=f"rank-{rank}", deadline_s=GPS_DEADLINE_S)
     shell = RankShell(
         rank=rank,
         world_size=world_size,

@@ -63,8 +63,10 @@ class _Batch:
 class PeerLinks:
     """`make` opens the transport, in its thread. `role` names this process in errors."""
 
-    def __init__(self, make: Callable[[], Transport], role: str) -> None:
-        self._make, self._role = make, role
+    def __init__(
+        self, make: Callable[[], Transport], role: str, *, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._make, self._role, self._now_s = make, role, now_s
         self._thread = ThreadPoolExecutor(1, "transport")
         self._transport: Transport | None = None
         self._peers: dict[str, PeerInfo] = {}
@@ -113,13 +115,13 @@ class PeerLinks:
             DeadlineExceeded: names the first peer that was not done.
             TransportError: a copy failed; it names the peer.
         """
-        end_s = time.monotonic() + deadline_s
+        end_s = self._now_s() + deadline_s
         names = ", ".join(dict.fromkeys(pull.peer.agent for pull in pulls))
         batch = _Batch()
         try:
             await self._call("copy", names, lambda: self._start(batch, pulls), deadline_s)
             while not await self._call("copy", names, lambda: self._look(batch), deadline_s):
-                if time.monotonic() >= end_s:
+                if self._now_s() >= end_s:
                     late = next(copy.pull.peer.agent for copy in batch.copies if not copy.is_done)
                     raise DeadlineExceeded(role=self._role, peer=late, phase="copy", deadline_s=deadline_s)
         except BaseException:
@@ -170,7 +172,7 @@ class PeerLinks:
 
     def _look(self, batch: _Batch) -> bool:
         """Looks again and again, for a moment: whether all copies are done."""
-        until_s = time.monotonic() + _LOOK_S
+        until_s = self._now_s() + _LOOK_S
         while True:
             for copy in batch.copies:
                 if not copy.is_done:
@@ -179,7 +181,7 @@ class PeerLinks:
             if all(copy.is_done for copy in batch.copies):
                 self._batches.remove(batch)
                 return True
-            if time.monotonic() >= until_s:
+            if self._now_s() >= until_s:
                 return False
             time.sleep(_PAUSE_S)
 

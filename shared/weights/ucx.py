@@ -25,7 +25,7 @@ _CONFIGURATION = re.compile(r"UCX\s+INFO\s+\S+ (?P<scope>self|intra-node|inter-n
 _USE = re.compile(r"(?P<use>[a-z_]+)\((?P<lanes>[^)]*)\)")
 _LANE = re.compile(r"(?P<transport>[a-z0-9_]+)/(?P<device>\S+)")
 _RDMA = re.compile(r"^(rc|dc|ud|srd|gga)(_|$)")
-_MAX_LOG_BYTES = 4 << 20
+_MAX_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -85,15 +85,27 @@ def lanes_to_peers(log: str) -> tuple[Lane, ...]:
     return tuple(sorted(found))
 
 
-def chosen_lanes(log_file: Path) -> tuple[Lane, ...]:
-    """The lanes so far; none before the first peer is connected. UCX keeps lines back in a C stream, so all
-    streams of the process are flushed first."""
-    ctypes.CDLL(None).fflush(None)
-    try:
-        with log_file.open("rb") as file:
-            return lanes_to_peers(file.read(_MAX_LOG_BYTES).decode(errors="replace"))
-    except FileNotFoundError:
-        return ()
+class LaneLog:
+    """The lanes that UCX wrote to its log so far; each line is read once."""
+
+    def __init__(self, log_file: Path) -> None:
+        self._path, self._offset, self._rest = log_file, 0, b""
+        self._lanes: set[Lane] = set()
+
+    def lanes(self) -> tuple[Lane, ...]:
+        """None before the first peer is connected. UCX keeps lines back in a C stream, so all streams of the
+        process are flushed first."""
+        ctypes.CDLL(None).fflush(None)
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read(_MAX_READ_BYTES)
+        except FileNotFoundError:
+            return ()
+        self._offset += len(new)
+        whole, _, self._rest = (self._rest + new).rpartition(b"\n")
+        self._lanes |= set(lanes_to_peers(whole.decode(errors="replace")))
+        return tuple(sorted(self._lanes))
 
 
 def check_lanes(kind: WireKind, lanes: tuple[Lane, ...]) -> None:

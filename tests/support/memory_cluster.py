@@ -29,11 +29,71 @@ from tests.support.gps_cluster import TOKEN, write_checkpoint
 class MemoryCluster:
     """Started nodes: their services, apps and clients by number."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
+    def __init__(self, folder: RunFolder, make: Callable[[str], Transport], settings: dict[str, Any]) -> None:
+        self.folder, self.bus = folder, MemoryBus()
+        self.run = f"mem{uuid4().hex[:8]}"
         self.services: dict[int, ClusterService] = {}
         self.http: dict[int, httpx.AsyncClient] = {}
         self.clients: dict[int, GpsClient] = {}
+        self._contexts: dict[int, ServiceContext] = {}
+        self._make, self._settings = make, settings
+
+    async def start(self, node: int, num_nodes: int) -> None:
+        """Start `node` of a cluster that is configured with `num_nodes`."""
+        model = str(self.folder.path.parent / "model")
+        gps = {"nodes": [f"127.0.0.{1 + n}" for n in range(num_nodes)], **self._settings}
+        config = RunConfig.model_validate(
+            {
+                "run": {"name": self.run, "folder": str(self.folder.path)},
+                "models": {"policy": model, "genrm": model},
+                "gps": gps,
+            }
+        )
+        ctx = ServiceContext(
+            name="gps",
+            config=config,
+            endpoints=Endpoints("", "", "127.0.0.1", {"gps": 0}, TOKEN),
+            folder=self.folder,
+            bus=self.bus,
+            subjects=Subjects(self.run),
+            clock=SystemClock(),
+            log=logging.getLogger("pivotrl.gps"),
+            exits=contextlib.AsyncExitStack(),
+            metrics=Metrics("gps"),
+            node=node,
+        )
+        self._contexts[node] = ctx
+        assert config.gps is not None
+        service = await open_cluster(ctx, config.gps, make=self._make)
+        app = make_app(
+            "gps", token=TOKEN, routers=[gps_router(service, self.folder)], ready=service.waits_for
+        )
+        self.services[node] = service
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        self.http[node] = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://gps", headers=headers
+        )
+        self.clients[node] = GpsClient(
+            "http://gps", token=TOKEN, transport=httpx.ASGITransport(app), deadline_s=20
+        )
+
+    async def until_serving(self) -> None:
+        """Every started node serves."""
+        for node, ctx in self._contexts.items():
+            service = self.services[node]
+            await ctx.until_true(lambda service=service: service.waits_for() is None)  # type: ignore[misc]
+
+    async def stop(self, node: int) -> None:
+        """Stop a node; it says goodbye."""
+        await self.clients.pop(node).close()
+        await self.http.pop(node).aclose()
+        del self.services[node]
+        await self._contexts.pop(node)._close()
+
+    async def close(self) -> None:
+        for node in list(self.services):
+            await self.stop(node)
+        await self.bus.close()
 
 
 @contextlib.asynccontextmanager
@@ -49,56 +109,12 @@ async def memory_cluster(
     write_checkpoint(folder / "model")
     run_folder = RunFolder(folder / "run")
     run_folder.create()
-    run = f"mem{uuid4().hex[:8]}"
-    config = RunConfig.model_validate(
-        {
-            "run": {"name": run, "folder": str(run_folder.path)},
-            "models": {"policy": str(folder / "model"), "genrm": str(folder / "model")},
-            "gps": {
-                "nodes": [f"127.0.0.{1 + node}" for node in range(num_nodes)],
-                "transport": "any",
-                "node_bytes": node_bytes,
-                "heartbeat_s": 0.02,
-                "dead_after_s": 5.0,
-                **gps,
-            },
-        }
-    )
-    bus, made = MemoryBus(), MemoryCluster(run_folder)
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(bus.close)
-        contexts = []
+    settings = {"transport": "any", "node_bytes": node_bytes, "heartbeat_s": 0.02, "dead_after_s": 5.0, **gps}
+    made = MemoryCluster(run_folder, make, settings)
+    try:
         for node in range(num_nodes):
-            ctx = ServiceContext(
-                name="gps",
-                config=config,
-                endpoints=Endpoints("", "", "127.0.0.1", {"gps": 0}, TOKEN),
-                folder=run_folder,
-                bus=bus,
-                subjects=Subjects(run),
-                clock=SystemClock(),
-                log=logging.getLogger("pivotrl.gps"),
-                exits=contextlib.AsyncExitStack(),
-                metrics=Metrics("gps"),
-                node=node,
-            )
-            stack.push_async_callback(ctx._close)
-            contexts.append(ctx)
-            assert config.gps is not None
-            service = await open_cluster(ctx, config.gps, make=make)
-            app = make_app(
-                "gps", token=TOKEN, routers=[gps_router(service, run_folder)], ready=service.waits_for
-            )
-            made.services[node] = service
-            headers = {"Authorization": f"Bearer {TOKEN}"}
-            made.http[node] = httpx.AsyncClient(
-                transport=httpx.ASGITransport(app), base_url="http://gps", headers=headers
-            )
-            stack.push_async_callback(made.http[node].aclose)
-            made.clients[node] = GpsClient(
-                "http://gps", token=TOKEN, transport=httpx.ASGITransport(app), deadline_s=20
-            )
-            stack.push_async_callback(made.clients[node].close)
-        for ctx, service in zip(contexts, made.services.values(), strict=True):
-            await ctx.until_true(lambda service=service: service.waits_for() is None)  # type: ignore[misc]
+            await made.start(node, num_nodes)
+        await made.until_serving()
         yield made
+    finally:
+        await made.close()

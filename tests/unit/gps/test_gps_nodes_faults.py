@@ -275,3 +275,46 @@ async def test_status_names_nodes_groups_and_the_leader(two: MemoryCluster) -> N
     await read(two, 1)
     plans = (await two.http[1].get("/v1/transfer-plans")).json()
     assert {p["receivers"][0] for p in plans} == {"r"}
+
+
+async def test_plans_that_a_lost_node_takes_part_in_are_dropped_and_reads_go_elsewhere(
+    tmp_path: Path,
+) -> None:
+    async with memory_cluster(tmp_path, 4, node_bytes=HALF) as cluster:
+        service = cluster.services[0]
+        await service.members.refresh()
+        assert await write(cluster, 1)
+        assert await read(cluster, 0) == 1
+        (before,) = [plan for _, plan in service.plans.cache.plans()]
+        senders = {transfer.sender for transfer in before.transfers}
+        assert senders == {"node-1", "node-3"}, "balanced over both groups"
+        epoch = service.plans.layout_epoch
+        await cluster.stop(3)
+        await service.members.refresh()
+        assert service.plans.layout_epoch > epoch
+        assert service.plans.cache.plans() == ()
+        assert await write(cluster, 2)
+        assert await read(cluster, 0) == 2
+        (after,) = [plan for _, plan in service.plans.cache.plans()]
+        assert {transfer.sender for transfer in after.transfers} == {"node-1"}
+        assert {await read(cluster, node) for node in (1, 2)} == {2}, "node 2 has lost its partner"
+
+
+async def test_two_more_nodes_make_another_group_and_move_nobody(two: MemoryCluster) -> None:
+    assert await write(two, 1)
+    await two.start(2, 4)
+    async with asyncio.timeout(5):
+        while two.services[2].waits_for() != "2 nodes for a new group":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert await write(two, 2)
+    await two.start(3, 4)
+    await two.until_serving()
+    await until(two, 2)
+    status = two.services[3].nodes()
+    assert [(n.node, n.group) for n in status.nodes] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert await write(two, 3, node=3)
+    await until(two, 3)
+    await two.stop(0)
+    assert two.services[1].nodes().leader == 1
+    assert await write(two, 4, node=3)
+    assert {await read(two, node) for node in (1, 2, 3)} == {4}

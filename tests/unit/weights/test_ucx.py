@@ -1,11 +1,20 @@
 """What UCX said it chose, out of its own log lines."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from shared.errors import TransportError
-from shared.weights.ucx import Lane, WireKind, check_lanes, interface_of, lanes_to_peers, set_environment
+from shared.weights.ucx import (
+    Lane,
+    LaneLog,
+    WireKind,
+    check_lanes,
+    interface_of,
+    lanes_to_peers,
+    set_environment,
+)
 
 TCP = """
 [1796007428.560432] [vm:4594 :0]  ucp_worker.c:1997 UCX  INFO    run/gps-0/a self cfg#0 rma_am(sysv/memory)
@@ -50,7 +59,7 @@ def test_silent_fallback_is_an_error_unless_anything_is_allowed(
         check_lanes(kind, lanes_to_peers(log))
 
 
-def test_what_the_environment_says_already_wins(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_what_the_environment_says_already_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in list(os.environ):
         if name.startswith(("UCX_", "NIXL_")):
             monkeypatch.delenv(name)
@@ -65,3 +74,16 @@ def test_what_the_environment_says_already_wins(monkeypatch: pytest.MonkeyPatch,
 def test_interface_is_found_by_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.77") is None
+
+
+def test_log_is_read_on_from_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "ucx.log"
+    log = LaneLog(path)
+    assert log.lanes() == ()
+    path.write_text(TCP[:-60])
+    assert log.lanes() == ()
+    path.write_text(TCP)
+    assert log.lanes() == (Lane("tcp", "eth0", "rma_am"),)
+    with path.open("a") as file:
+        file.write(RDMA + "\n")
+    assert len(log.lanes()) > 2
