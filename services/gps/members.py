@@ -22,6 +22,8 @@ from shared.runtime.clock import Clock
 
 VIEW_KEY = "view"
 _ATTEMPTS = 20
+_GOODBYE_S = 3.0
+"""A process that is told to stop has ten seconds."""
 _log = logging.getLogger("pivotrl.gps")
 
 
@@ -219,8 +221,10 @@ class Members:
     async def leave(self) -> None:
         """Say goodbye, so that nobody waits for the deadline. What fails is left to the deadline."""
         node, life = self.cluster.node, self.cluster.incarnation
+        heartbeat = self._heartbeat(leaving=True)
         try:
-            await self.cluster.bus.publish(self.cluster.subjects.gps_heartbeat, self._heartbeat(leaving=True))
-            await self.change(lambda view: lose(view, node, life))
-        except PivotError as error:
-            _log.warning("could not say goodbye: %s", error)
+            async with asyncio.timeout(_GOODBYE_S):
+                await self.cluster.bus.publish(self.cluster.subjects.gps_heartbeat, heartbeat)
+                await self.change(lambda view: lose(view, node, life))
+        except (PivotError, TimeoutError) as error:
+            _log.warning("%s could not say goodbye: %s", self.cluster.name, error or "no answer")
