@@ -9,7 +9,7 @@ A sender that fails or is late is left out at once; the view follows when its he
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,12 @@ from services.gps.view_plans import Slices, ViewPlans, by_sender
 from shared.contracts.base import Done
 from shared.contracts.gps_cluster import LeaseVersion, ReleaseVersion, VersionLeased
 from shared.errors import BusError, Conflict, DeadlineExceeded, NotFound, PivotError, TransportError
+from shared.layout.spans import Spans
 from shared.layout.tensor_layout import Box
 from shared.layout.transfer_plan import TransferPlan
 from shared.weights.peer_links import Pull
 
+MAX_SHARES = 64
 _log = logging.getLogger("pivotrl.gps")
 
 
@@ -36,11 +38,20 @@ class Target:
     packing: Packing
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Share:
+    """What one sender of a plan sends: slices, and their bytes there and here."""
+
+    slices: list[tuple[str, Box]]
+    theirs: Spans
+    ours: Spans
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     node: int
     lease: VersionLeased
-    slices: list[tuple[str, Box]]
+    share: _Share
 
 
 @dataclass(slots=True)
@@ -51,6 +62,8 @@ class RemoteReads:
     plans: ViewPlans
     num_pulled_bytes: int = 0
     num_reroutes: int = 0
+    _shares: dict[tuple[str, bool], dict[int, _Share]] = field(default_factory=dict)
+    """By plan id, which names the epoch, and whether the target is canonical: worked out once per plan."""
 
     async def pull(
         self,
@@ -108,7 +121,7 @@ class RemoteReads:
         has_proof: bool,
     ) -> tuple[frozenset[int], PivotError | None]:
         """Which senders failed, and how the first of them did."""
-        wanted = by_sender(plan)
+        wanted = await self._shares_of(plan, model, target)
         question = LeaseVersion(
             model=model,
             version=version,
@@ -122,13 +135,13 @@ class RemoteReads:
             return_exceptions=True,
         )
         sources, errors = [], {}
-        for (node, slices), answer in zip(wanted.items(), answers, strict=True):
+        for (node, share), answer in zip(wanted.items(), answers, strict=True):
             if isinstance(answer, PivotError):
                 errors[node] = answer
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                sources.append(_Source(node, answer, slices))
+                sources.append(_Source(node, answer, share))
         try:
             if not errors:
                 errors = await self._copy(plan, model, sources, target, deadline_s, has_proof)
@@ -136,6 +149,26 @@ class RemoteReads:
             late = await self._release(sources)
         errors = errors or late
         return frozenset(errors), next(iter(errors.values()), None)
+
+    async def _shares_of(self, plan: TransferPlan, model: str, target: Target) -> dict[int, _Share]:
+        cluster = self.holder.cluster
+        key = (plan.plan_id, target.packing is cluster.canonical(model))
+        if found := self._shares.get(key):
+            return found
+        seated = [node for group in cluster.view.groups for node in group]
+        packings = {node: cluster.packing(model, node) for node in seated}
+
+        def make() -> dict[int, _Share]:
+            return {
+                node: _Share(slices, packings[node].spans_of(slices), target.packing.spans_of(slices))
+                for node, slices in by_sender(plan).items()
+            }
+
+        made = await asyncio.to_thread(make)
+        self._shares[key] = made
+        if len(self._shares) > MAX_SHARES:
+            del self._shares[next(iter(self._shares))]
+        return made
 
     async def _copy(
         self,
@@ -159,9 +192,9 @@ class RemoteReads:
                 Pull(
                     peer=info,
                     remote_region=source.lease.region,
-                    theirs=cluster.packing(model, source.node).spans_of(source.slices),
+                    theirs=source.share.theirs,
                     local_region=target.region,
-                    ours=target.packing.spans_of(source.slices),
+                    ours=source.share.ours,
                     key=f"{plan.plan_id}/{source.node}",
                 )
             )
@@ -174,7 +207,7 @@ class RemoteReads:
                         model,
                         source.node,
                         source.lease.region,
-                        source.slices,
+                        source.share.slices,
                         target.memory,
                         target.packing,
                         is_staging=False,
