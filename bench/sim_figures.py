@@ -4,6 +4,9 @@ bars      --rows A.jsonl …       throughput and spread over seeds, as Figure 9
 timeline  --scenario group2      devices and tokens/s over time, as Figure 10
 window    --scenario group2      tokens/s and shifts per step over H, as Figure 14; prints a table
 ablations --rows A.jsonl …       strategies and components over disaggregated, as Figure 11
+causes    --rows A.jsonl …       where the device-seconds of a step go, best fixed split and pivot_best
+sensitivity --scenario group2    pivot_best over the best fixed split against reward weight and length spread;
+                                 searches both splits at each point, and keeps the points beside the figure
 """
 
 import argparse
@@ -26,6 +29,7 @@ from shared.sim.modes import get_mode, paper_shares
 from shared.sim.report import describe, summary
 from shared.sim.run import Options, RunResult
 from shared.sim.scenarios import get_scenario
+from shared.sim.search import best_split
 
 Rows = list[dict[str, Any]]
 BARS = (
@@ -34,8 +38,13 @@ BARS = (
     ("disaggregated", "best"),
     ("rollout_reward_colocated", "paper"),
     ("pivot", "paper"),
-    ("pivot", "best"),
+    ("pivot_best", "paper"),
+    ("pivot_best", "best"),
 )
+CAUSES = ("useful", "underfilled", "prefill", "refresh", "idle", "shifting", "free")
+VERDICT_MEDIANS = (200, 800, 2_000, 6_000, 12_000)
+VERDICT_SIGMAS = (0.1, 0.4, 0.7, 1.1)
+KINDS = ("bars", "timeline", "window", "ablations", "causes", "sensitivity")
 ABLATIONS = ("static", "rule_based", "vanilla", "vanilla_model", "pivot")
 WINDOWS_S = (0.01, 5.0, 30.0, 60.0, 90.0, 120.0, 600.0)
 
@@ -83,6 +92,73 @@ def ablations(paths: list[Path], out: Path) -> None:
         axis.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)
         axis.set_title(f"{scenario}, over disaggregated with the paper's split", fontsize=9)
     save(figure, out / "sim-ablations.png")
+
+
+def causes(paths: list[Path], out: Path) -> None:
+    rows: Rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    shown = [
+        row
+        for row in rows
+        if row["seed"] == 0
+        and (row["mode"], row["split"]) in (("disaggregated", "best"), ("pivot_best", "best"))
+    ]
+    shown.sort(key=lambda row: (row["scenario"], row["mode"]))
+    figure, axis = plt.subplots(figsize=(11, 4))
+    bottom = [0.0] * len(shown)
+    for cause in CAUSES:
+        shares = [
+            100
+            * sum(role.get(cause, 0.0) for role in row["device_s"].values())
+            / row["devices"]
+            / row["step_time_s"]
+            for row in shown
+        ]
+        axis.bar(range(len(shown)), shares, bottom=bottom, label=cause)
+        bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
+    labels = [
+        f"{row['scenario']} {'fixed' if row['mode'] == 'disaggregated' else 'pivot_best'}" for row in shown
+    ]
+    axis.set_xticks(range(len(shown)), labels, rotation=70, ha="right", fontsize=7)
+    axis.set_ylabel("% of device time")
+    axis.legend(fontsize=7, ncols=len(CAUSES), loc="upper center", bbox_to_anchor=(0.5, 1.15))
+    save(figure, out / "sim-causes.png")
+
+
+def sensitivity(scenario_name: str, out: Path) -> None:
+    base = get_scenario(scenario_name)
+    verdict = base.workload.verdict
+    points = [("reward weight", float(median), replace(verdict, median=median)) for median in VERDICT_MEDIANS]
+    points += [("length spread", sigma, replace(verdict, sigma=sigma)) for sigma in VERDICT_SIGMAS]
+    options = Options(num_steps=15, warmup_steps=6)
+    found: Rows = []
+    for name, value, lengths in points:
+        scenario = replace(base, workload=replace(base.workload, verdict=lengths))
+        fixed, ours = (best_split(scenario, mode, 0, options) for mode in ("disaggregated", "pivot_best"))
+        speeds = fixed.tried[0][1], ours.tried[0][1]
+        found.append(
+            {
+                "axis": name,
+                "value": value,
+                "fixed": str(fixed.best),
+                "fixed_tokens_per_s": speeds[0],
+                "pivot_best_training": ours.best.training,
+                "pivot_best_tokens_per_s": speeds[1],
+                "speed_up": round(speeds[1] / speeds[0], 3),
+            }
+        )
+        print(json.dumps(found[-1]), flush=True)
+    (out / "sim-sensitivity.jsonl").write_text("".join(json.dumps(point) + "\n" for point in found))
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3), sharey=True)
+    for axis, name, label in zip(
+        axes, ("reward weight", "length spread"), ("median verdict, tokens", "sigma of verdicts"), strict=True
+    ):
+        along = [point for point in found if point["axis"] == name]
+        axis.plot([p["value"] for p in along], [p["speed_up"] for p in along], marker="o")
+        axis.axhline(1.0, color="grey", lw=0.8)
+        axis.set_xlabel(label)
+    axes[0].set_xscale("log")
+    axes[0].set_ylabel("pivot_best over the best fixed split")
+    save(figure, out / "sim-sensitivity.png")
 
 
 def run(scenario_name: str, mode_name: str, options: Options, training: int | None = None) -> RunResult:
@@ -151,7 +227,7 @@ def save(figure: Any, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("kind", choices=["bars", "timeline", "window", "ablations"])
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--rows", type=Path, nargs="+", default=[])
     parser.add_argument("--scenario", default="group2")
     parser.add_argument("--training", type=int, help="training devices of pivot, instead of the paper's")
@@ -163,6 +239,10 @@ def main() -> None:
             bars(options.rows, options.out)
         case "ablations":
             ablations(options.rows, options.out)
+        case "causes":
+            causes(options.rows, options.out)
+        case "sensitivity":
+            sensitivity(options.scenario, options.out)
         case "timeline":
             timeline(options.scenario, options.out, options.training)
         case "window":

@@ -111,4 +111,5 @@ class WorkloadAggregator:
             waiting_lengths=queue.waiting_lengths,
             outstanding=queue.outstanding,
             blocked_on=queue.blocked_on,
+            mean_new_tokens=queue.mean_new_tokens,
         )

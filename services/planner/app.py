@@ -112,4 +112,6 @@ def planner_config_of(config: RunConfig) -> PlannerConfig:
         rollout=role(Role.ROLLOUT, config.planner.min_rollout, config.rollout.max_new_tokens),
         reward=role(Role.REWARD, config.planner.min_reward, config.reward.max_new_tokens),
         window_s=config.planner.window_s,
+        length_aware=True,  # these two: ADR 9
+        upstream_weight=0.5,
     )

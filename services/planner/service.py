@@ -245,8 +245,11 @@ def workload_state(message: WorkloadPublished) -> WorkloadState:
         "active": TrainingActivity.ACTIVE,
         "done": TrainingActivity.DONE,
     }[message.training_activity]
+    is_publishing = activity is TrainingActivity.DONE and message.policy_version < message.step
     return WorkloadState(
-        _role_load(message.rollout), _role_load(message.reward), TrainingState(activity, message.batch_ready)
+        _role_load(message.rollout),
+        _role_load(message.reward),
+        TrainingState(activity, message.batch_ready, is_publishing),
     )
 
 
@@ -261,7 +264,7 @@ def _role_load(role: RoleWorkload) -> RoleLoad:
         )
         for r in role.replicas
     )
-    return RoleLoad(replicas, role.waiting_lengths)
+    return RoleLoad(replicas, role.waiting_lengths, role.mean_new_tokens)
 
 
 def plain(value: Any) -> Any:

@@ -23,6 +23,7 @@ class RoleWorkload(Message):
     waiting_lengths: tuple[int, ...]
     outstanding: int
     blocked_on: str = ""
+    mean_new_tokens: float = 0.0
 
 
 class WorkloadPublished(Message):

@@ -29,6 +29,8 @@ class RoleQueue(Message):
     finished_total: int
     blocked_on: str = ""
     replicas: tuple[ReplicaQueue, ...] = ()
+    mean_new_tokens: float = 0.0
+    """Moving average of what finished sequences have generated; 0 while unknown."""
 
     def summary(self) -> str:
         active = ", ".join(self.active_replicas) or "-"

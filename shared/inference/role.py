@@ -43,6 +43,7 @@ from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.sequence import (
     AbortSequence,
     Phase,
+    Rebalance,
     ReplicaDied,
     RunSequence,
     SchedulerEvent,
@@ -52,7 +53,6 @@ from shared.scheduling.sequence import (
     SequenceFinished,
     SequencesRetired,
     SequenceSubmitted,
-    Tick,
     TokensGenerated,
 )
 
@@ -363,7 +363,7 @@ class RoleShell:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(times.HEALTH_INTERVAL_S)
-            self.step(Tick())
+            self.step(Rebalance())
 
     def is_down(self, replica: ReplicaPeer) -> bool:
         return not any(load.replica == replica.id for load in self.scheduler.load(0).replicas)
@@ -393,6 +393,7 @@ class RoleShell:
                     issued_total=issued,
                     finished_total=finished,
                     blocked_on=blocked_on,
+                    mean_new_tokens=load.mean_new_tokens,
                     replicas=tuple(
                         ReplicaQueue(
                             replica_id=r.replica, lengths=r.lengths, kv_capacity_tokens=r.kv_capacity_tokens

@@ -25,7 +25,10 @@ from shared.planning.evaluate import RoleReplay, combined_tokens_per_s, generati
 from shared.planning.pairs import ShiftPair, shift_pairs
 from shared.planning.plan import CandidateRecord, PlanRecord, ShiftPlan
 from shared.planning.policy import ShiftPolicy
-from shared.planning.workload import WorkloadState
+from shared.planning.workload import TrainingState, WorkloadState
+
+PUBLISHING_LIMIT_S = 30.0
+"""A version that is not published this long after its step holds up no decision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,14 @@ class Planner(ShiftPolicy):
         self._gain_tokens_per_s = 0.0
         self._last_completed_s: float | None = None
         self._payback: _Payback | None = None
+        self._publishing_since_s: float | None = None
 
     def decide(self, state: WorkloadState, now_s: float) -> PlanRecord:
         replays = {role: self._replay(state, role) for role in (Role.ROLLOUT, Role.REWARD)}
         training = state.training
         if training.batch_ready and not training.is_active and not self._allocation.training_holds:
             return self._shift_training_up(replays, now_s)
-        if self.config.wait_for_version and training.is_publishing and not training.batch_ready:
+        if self._waits_for_version(training, now_s):
             return PlanRecord(now_s, "prompts for the next version are about to come")
         up_role = role_to_shift_up(replays)
         if up_role is None:
@@ -59,6 +63,16 @@ class Planner(ShiftPolicy):
             return PlanRecord(now_s, "cooling down after the last shift", up_role)
         pairs = self._prepare_pairs(state, up_role, replays[up_role.opposite])
         return self._choose(up_role, pairs, replays, now_s)
+
+    def _waits_for_version(self, training: TrainingState, now_s: float) -> bool:
+        """Whether prompts for a new version are about to come; only for so long, should they not."""
+        if not training.is_publishing:
+            self._publishing_since_s = None
+        elif self._publishing_since_s is None:
+            self._publishing_since_s = now_s
+        since_s = self._publishing_since_s
+        is_due = since_s is not None and now_s - since_s < PUBLISHING_LIMIT_S
+        return self.config.wait_for_version and is_due and not training.batch_ready
 
     def _prepare_pairs(self, state: WorkloadState, up_role: Role, donors: RoleReplay) -> list[ShiftPair]:
         """Step 2. A ready batch protects training's devices like an active step: one is about to start.

@@ -15,12 +15,11 @@ The sequences of a replica are a pairing heap by (length, number): `roots` over 
 `siblings` over sequences, -1 for none.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 
+from shared.scheduling.compiled import kernel
 from shared.scheduling.rows import (
     BASE,
     GAIN,
@@ -34,17 +33,6 @@ from shared.scheduling.rows import (
     N,
     T,
 )
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def kernel(function: F) -> F:
-    """Compiled when first called, kept in the first of Numba's cache folders that can be written, if any."""
-    options = {"error_model": "numpy", "fastmath": {"nnan", "nsz"}}
-    try:
-        return cast(F, numba.njit(cache=True, **options)(function))
-    except RuntimeError:  # neither the source folder nor the user's cache can be written
-        return cast(F, numba.njit(**options)(function))
 
 
 @kernel

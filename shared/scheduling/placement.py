@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shared.scheduling.compiled import kernel
 from shared.scheduling.kernels import (
     best,
     change,
     highest,
     is_sum_positive,
-    kernel,
     meld,
     slowest,
     without_root,

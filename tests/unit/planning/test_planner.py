@@ -27,7 +27,7 @@ from shared.planning.plan import (
     ShiftStarted,
     WorkloadObserved,
 )
-from shared.planning.planner import Planner, search
+from shared.planning.planner import PUBLISHING_LIMIT_S, Planner, search
 from shared.planning.workload import TrainingActivity, TrainingState, WorkloadState
 from shared.scheduling.sequence import RoleLoad
 from shared.scheduling.throughput import H20_7B_TP1
@@ -83,6 +83,58 @@ def test_an_empty_reward_replica_goes_back_for_nothing():
     _, plan = observe(planner, state({0: [100] * 8}, {1: []}))
     assert (plan.up_replicas, plan.down_replicas) == (("rollout-1",), ("reward-1",))
     assert plan.penalty_tokens == 0
+
+
+def test_decisions_wait_for_the_prompts_of_a_new_version_but_not_for_ever():
+    waiting = state({}, {}, activity=TrainingActivity.DONE, queues=((), (70,) * 9))
+    waiting = replace(waiting, training=replace(waiting.training, is_publishing=True))
+    for waits in (True, False):
+        config = replace(CONFIG, wait_for_version=waits)
+        planner = Planner(config, cluster(4, training=2), alloc(training=True))
+        record, plan = observe(planner, waiting, 10.0)
+        assert (plan is None) == waits
+        assert ("about to come" in record.reason) == waits
+    planner = Planner(replace(CONFIG, wait_for_version=True), cluster(4, training=2), alloc(training=True))
+    observe(planner, waiting, 10.0)
+    assert observe(planner, waiting, 10.0 + PUBLISHING_LIMIT_S)[1] is not None
+    ready = replace(waiting, training=replace(waiting.training, is_publishing=False))
+    planner = Planner(replace(CONFIG, wait_for_version=True), cluster(4, training=2), alloc(training=True))
+    observe(planner, waiting, 10.0)
+    assert observe(planner, ready, 11.0)[1] is not None
+
+
+def test_what_moves_costs_its_prefill():
+    """The same state; with a long prefill no shift pays any more."""
+    busy = state({0: [4_000] * 60, 1: [4_000] * 60}, {}, queues=((), (4_000,) * 2))
+    chosen = {}
+    for prefill_s in (0.0, 1.0):
+        role = replace(MODEL, prefill_s_per_token=prefill_s)
+        planner = Planner(
+            replace(CONFIG, rollout=role, reward=role), cluster(2), alloc("rollout-0", "rollout-1")
+        )
+        record, plan = observe(planner, busy)
+        chosen[prefill_s] = max(c.penalty_tokens for c in record.candidates), plan
+    assert chosen[0.0][1] is not None
+    assert chosen[1.0][0] > 100 * chosen[0.0][0]
+
+
+def test_verdicts_still_to_come_count_for_reward():
+    """With as much work in both roles, what is upstream decides; without weight it does not."""
+    known = state({0: [100] * 40}, {1: [100] * 20})
+    known = replace(
+        known,
+        rollout=replace(known.rollout, mean_new_tokens=100.0),
+        reward=replace(known.reward, mean_new_tokens=100.0),
+    )
+    asked = {}
+    for weight in (0.0, 1.0):
+        planner = Planner(
+            replace(CONFIG, length_aware=True, upstream_weight=weight),
+            cluster(3),
+            alloc("rollout-0", "reward-1"),
+        )
+        asked[weight] = observe(planner, known)[0].up_role
+    assert asked == {0.0: Role.ROLLOUT, 1.0: Role.REWARD}
 
 
 def test_a_ready_batch_shifts_training_up_and_everyone_on_its_devices_down():

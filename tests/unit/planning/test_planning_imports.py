@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-COMPILED = ("kernels", "placement")
+COMPILED = ("compiled", "kernels", "placement")
 """Imported when a replica's load is first made; Numba brings logging and SciPy."""
 FORBIDDEN = ("numba", "torch", "asyncio", "nats", "pydantic", "logging", "scipy", "msgpack")
 

@@ -2,6 +2,7 @@
 
 import random
 from math import fsum
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -182,8 +183,23 @@ def test_a_closed_replica_takes_nothing():
     assert loads.best(10, 1_001) is None
 
 
+def test_what_was_compiled_of_other_sources_is_not_used(monkeypatch, tmp_path):
+    from shared.scheduling import compiled as module
+
+    sources = {name: (Path(module.__file__).parent / name).read_bytes() for name in module._SOURCES}
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
+    assert module.cache_folder().parent == tmp_path / "kept"
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "compiled.py"))
+    folders = set()
+    for changed in (None, *sources):
+        for name, text in sources.items():
+            (tmp_path / name).write_bytes(text + (b"\n" if name == changed else b""))
+        folders.add(module.cache_folder())
+    assert len(folders) == 1 + len(sources)
+
+
 def test_without_a_folder_for_compiled_loops_they_are_compiled_each_time(monkeypatch):
-    from shared.scheduling import kernels as module
+    from shared.scheduling import compiled as module
 
     asked = []
 
