@@ -129,7 +129,7 @@ def sensitivity(scenario_name: str, out: Path) -> None:
     verdict = base.workload.verdict
     points = [("reward weight", float(median), replace(verdict, median=median)) for median in VERDICT_MEDIANS]
     points += [("length spread", sigma, replace(verdict, sigma=sigma)) for sigma in VERDICT_SIGMAS]
-    options = Options(num_steps=15, warmup_steps=6)
+    options = Options(num_steps=12, warmup_steps=6)
     found: Rows = []
     for name, value, lengths in points:
         scenario = replace(base, workload=replace(base.workload, verdict=lengths))
