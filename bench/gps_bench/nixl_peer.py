@@ -37,15 +37,13 @@ class NixlLink:
     """NIXL from the pool region of another process into `target`. `tls` is UCX_TLS; "" lets UCX choose."""
 
     def __init__(self, view: PoolView, target: np.ndarray, tls: str) -> None:
-        environment = dict(os.environ) | ({"UCX_TLS": tls} if tls else {})
+        if tls:  # other interfaces may come and go while this runs
+            os.environ |= {"UCX_TLS": tls, "UCX_NET_DEVICES": "lo"}
         self._peer = subprocess.Popen(
             [sys.executable, __file__, view.model_dump_json()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment,
         )
-        if tls:
-            os.environ["UCX_TLS"] = tls
         assert self._peer.stdout is not None
         while not (line := self._peer.stdout.readline()).startswith(b"{"):
             assert line, "the peer ended"
