@@ -140,7 +140,8 @@ class Members:
         while True:
             try:
                 await self._once()
-                self._say("")
+                if self.waits_for is None:  # while a refill is tried again and again, once is enough to say
+                    self._say("")
             except PivotError as error:
                 self._say(error.message)
             self._beat.clear()

@@ -121,8 +121,10 @@ async def test_restart_finds_its_shard_and_a_lost_last_copy_begins_again(tmp_pat
         assert "no copy of version 2 was left: began again from" in reseeded
         assert "step-000001" in reseeded
         assert "no copy of version 2 was left" in cluster.log(1)
-        assert await cluster.read(0, "whole") == 0
-        await cluster.write_all(1)
+        async with asyncio.timeout(20):  # node 0 sees the new lineage at its next beat
+            while await cluster.read(0, "whole") != 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await cluster.write_when_possible(1, node=0)
         assert await cluster.read(1, "whole") == 1
 
 
