@@ -6,7 +6,6 @@ is named after the text of all files with compiled loops.
 """
 
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -20,10 +19,10 @@ _OPTIONS = {"error_model": "numpy", "fastmath": {"nnan", "nsz"}}
 
 
 def cache_folder() -> Path:
-    """Under NUMBA_CACHE_DIR, or the user's cache."""
+    """Under Numba's CACHE_DIR setting (NUMBA_CACHE_DIR), or the user's cache."""
     here = Path(__file__).parent
     digest = hashlib.sha256(b"".join((here / name).read_bytes() for name in _SOURCES)).hexdigest()[:16]
-    base = os.environ.get("NUMBA_CACHE_DIR") or Path.home() / ".cache" / "pivotrl" / "numba"
+    base = numba.config.CACHE_DIR or Path.home() / ".cache" / "pivotrl" / "numba"
     return Path(base) / digest
 
 

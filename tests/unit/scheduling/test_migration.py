@@ -187,7 +187,7 @@ def test_what_was_compiled_of_other_sources_is_not_used(monkeypatch, tmp_path):
     from shared.scheduling import compiled as module
 
     sources = {name: (Path(module.__file__).parent / name).read_bytes() for name in module._SOURCES}
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(module.numba.config, "CACHE_DIR", str(tmp_path / "kept"))
     assert module.cache_folder().parent == tmp_path / "kept"
     monkeypatch.setattr(module, "__file__", str(tmp_path / "compiled.py"))
     folders = set()
