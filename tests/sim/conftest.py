@@ -1,9 +1,4 @@
-"""The small cluster of the unit tests, here too."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "sim"))
+"""How many seeds of random faults to run, for each mode."""
 
 
 def pytest_addoption(parser):

@@ -7,13 +7,13 @@ A failing seed is printed in the test's name; add it to FOUND with the mode, so 
 import random
 
 import pytest
-from sim_cases import SMALL, simulate
 
 from shared.ids import Role
 from shared.scheduling.sequence import Phase
 from shared.sim.faults import Faults
 from shared.sim.modes import MODES
 from shared.sim.report import describe
+from tests.support.sim_cases import SMALL, simulate
 
 GENERATING = (Role.ROLLOUT, Role.REWARD)
 FOUND = [("rollout_reward_colocated", 6)]

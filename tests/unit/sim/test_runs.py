@@ -4,13 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from sim_cases import SMALL, simulate
 
 from shared.errors import ConfigError
 from shared.sim.modes import MODES
 from shared.sim.report import describe, device_seconds, digest
 from shared.sim.scenarios import SCENARIOS, Shares, scenario_from
 from shared.sim.workload import Drift, Sample
+from tests.support.sim_cases import SMALL, simulate
 
 
 @pytest.fixture(scope="module", params=list(MODES))
