@@ -4,6 +4,7 @@ import secrets
 
 from services.gps.api import gps_router
 from services.gps.cluster_app import address_of, open_cluster
+from services.gps.layouts import genrm_usage, policy_usage
 from services.gps.manifest import Manifest
 from services.gps.plans import Plans
 from services.gps.service import GENRM, POLICY, GpsService, Seed
@@ -12,8 +13,9 @@ from services.gps.store import Store
 from shared.bus.process import ServiceContext
 from shared.contracts.gps import PolicyVersion
 from shared.contracts.subjects import POLICY_VERSION_KEY
-from shared.runtime.config import DTYPE, GpsSection
+from shared.runtime.config import DTYPE, GpsSection, RunConfig
 from shared.runtime.models import model_folder
+from shared.runtime.run_folder import RunFolder
 from shared.weights.host_pool import HostPool, remove_leftovers
 
 
@@ -60,11 +62,15 @@ async def _serve_node(ctx: ServiceContext) -> None:
     await ctx.bus.ensure_bucket(ctx.subjects.policy_bucket)
     ctx.spawn(service.publish_for_ever(), "publish")
     async with ctx.serve_http([gps_router(service, ctx.folder)], ready=service.waits_for):
-        await service.seed_all(
-            [
-                Seed(POLICY, model_folder(config.models.policy, ctx.folder), DTYPE, is_frozen=False),
-                Seed(GENRM, model_folder(config.models.genrm, ctx.folder), DTYPE, is_frozen=True),
-            ]
-        )
+        await service.seed_all(seeds_of(config, ctx.folder))
         ctx.ready()
         await ctx.stopped()
+
+
+def seeds_of(config: RunConfig, folder: RunFolder) -> list[Seed]:
+    """The models of a run, each with who uses it."""
+    policy, genrm = (model_folder(spec, folder) for spec in (config.models.policy, config.models.genrm))
+    return [
+        Seed(POLICY, policy, DTYPE, is_frozen=False, usage=policy_usage(config)),
+        Seed(GENRM, genrm, DTYPE, is_frozen=True, usage=genrm_usage(config)),
+    ]

@@ -4,10 +4,10 @@ import asyncio
 from pathlib import Path
 from typing import Protocol
 
+from services.gps.versions import tensor_checksum
 from shared.contracts.gps import ModelStatus, TensorBox, WriteCommit, WriteGrant, WriteRequest, WriteStatus
 from shared.errors import ConfigError, InvalidRequest, PivotError
 from shared.runtime.run_folder import RunFolder
-from shared.weights.checksum import checksum_bytes
 from shared.weights.host_pool import map_view
 from shared.weights.seed import SeedPlan, load_seed, plan_seed
 
@@ -79,7 +79,7 @@ def _fill(grant: WriteGrant, plan: SeedPlan) -> tuple[str, ...]:
     pool = map_view(grant.view, writable=True)
     try:
         ours = tuple(pool.tensor(tensor.name) for tensor in plan.tensors)
-        load_seed(SeedPlan(plan.sources, ours, grant.view.nbytes), pool.memory)
-        return tuple(checksum_bytes(pool.raw(tensor.name).data) for tensor in plan.tensors)
+        load_seed(SeedPlan(plan.sources, ours, grant.view.nbytes), pool.memory, pool.storages)
+        return tuple(tensor_checksum(pool.memory, tensor, pool.storage(tensor.name)) for tensor in ours)
     finally:
         pool.close()

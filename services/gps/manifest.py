@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from services.gps.versions import Model
 from shared.contracts.base import Message
-from shared.contracts.gps import PoolTensor
+from shared.contracts.gps import PoolTensor, SlicedTensors
 
 
 class ManifestEntry(Message):
@@ -25,6 +25,8 @@ class ManifestEntry(Message):
     num_regions: int
     tensors: tuple[PoolTensor, ...]
     lineage: int = 0
+    sliced: tuple[SlicedTensors, ...] = ()
+    """How the region is stored, as in `PoolView`; a file from before there were slices has none."""
 
 
 class ManifestFile(Message):
@@ -71,4 +73,5 @@ def entry_of(model: Model) -> ManifestEntry:
         checksum=model.checksum,
         num_regions=model.num_regions,
         tensors=model.tensors,
+        sliced=model.readable.view.sliced,
     )

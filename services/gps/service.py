@@ -11,14 +11,14 @@ is published again until it does.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from services.gps.checks import asked_bytes, checked_parts
 from services.gps.manifest import Manifest, entry_of
 from services.gps.plans import Plans
+from services.gps.seeding import Seed as Seed
+from services.gps.seeding import Seeding
 from services.gps.store import Store
-from services.gps.versions import Seal, version_checksum
+from services.gps.versions import Seal
 from shared.contracts.gps import (
     ModelStatus,
     NodesStatus,
@@ -34,23 +34,11 @@ from shared.contracts.gps import (
     WriteStatus,
 )
 from shared.errors import NotFound, PivotError, told
-from shared.weights.host_pool import PoolRegion
-from shared.weights.seed import SeedPlan, load_seed, plan_seed
 
 POLICY, GENRM = "policy", "genrm"
 Publish = Callable[[PolicyVersion], Awaitable[None]]
 _PUBLISH_RETRY_S = 1.0
 _log = logging.getLogger("pivotrl.gps")
-
-
-@dataclass(frozen=True, slots=True)
-class Seed:
-    """A model to begin with: from `folder`, kept in `dtype`. Nobody writes a frozen one."""
-
-    model: str
-    folder: Path
-    dtype: str
-    is_frozen: bool
 
 
 class GpsService:
@@ -71,7 +59,7 @@ class GpsService:
         self._must_publish = asyncio.Event()
         self._sealing: set[asyncio.Task[WriteStatus]] = set()
         self._on_record, self._on_bus = asyncio.Lock(), asyncio.Lock()
-        self._waits_for: str | None = "models to be seeded"
+        self._seeding = Seeding(store, manifest, self._became_readable)
         self._num_reads = self._num_commits = self._num_lease_misses = 0
 
     # start
@@ -79,59 +67,13 @@ class GpsService:
     async def seed_all(self, seeds: Sequence[Seed]) -> None:
         """Fill the pool with models from Hugging Face folders, or find them as an earlier life left them.
 
-        All buffers are reserved before the first byte is read, so that what cannot fit fails at once.
         Raises ConfigError: a folder is no checkpoint, or buffers do not fit.
         """
-        to_load: list[tuple[Seed, SeedPlan, PoolRegion]] = []
-        for seed in seeds:
-            self._waits_for = f"room for {seed.model}"
-            plan = await asyncio.to_thread(plan_seed, seed.folder, seed.dtype)
-            if not await self._adopt(seed, plan):
-                region = await asyncio.to_thread(self._reserve, seed, plan)
-                to_load.append((seed, plan, region))
-        for seed, plan, region in to_load:
-            self._waits_for = f"{seed.model} to be read from {seed.folder}"
-            await asyncio.to_thread(load_seed, plan, region.memory)
-            checksum = await asyncio.to_thread(version_checksum, plan.tensors, region.memory)
-            self.store.publish_seed(seed.model, 0, checksum)
-            await self._became_readable(seed.model, source=str(seed.folder))
-        self._waits_for = None
-
-    def _reserve(self, seed: Seed, plan: SeedPlan) -> PoolRegion:
-        return self.store.add_model(seed.model, plan.tensors, plan.nbytes, is_frozen=seed.is_frozen)
-
-    async def _adopt(self, seed: Seed, plan: SeedPlan) -> bool:
-        """Whether the manifest's region of the model is there, of the same tensors, and undamaged."""
-        entry = self._manifest.entry(seed.model) if self._manifest else None
-        if entry is None or entry.nbytes != plan.nbytes or entry.tensors != plan.tensors:
-            return False
-        pool = self.store.pool
-        region = pool.adopt(Path(entry.path), entry.nbytes)
-        if region is None:
-            return False
-        found = await asyncio.to_thread(version_checksum, entry.tensors, region.memory)
-        if found != entry.checksum:
-            _log.warning(
-                "%s version %d in %s is damaged: seeding again", seed.model, entry.version, entry.path
-            )
-            pool.remove(region)
-            return False
-        self.store.add_model(
-            seed.model,
-            entry.tensors,
-            entry.nbytes,
-            is_frozen=seed.is_frozen,
-            adopted=region,
-            num_regions=entry.num_regions,
-        )
-        self.store.publish_seed(seed.model, entry.version, found)
-        _log.info("%s version %d found in the pool", seed.model, entry.version)
-        await self._became_readable(seed.model, source="pool")
-        return True
+        await self._seeding.seed_all(seeds)
 
     def waits_for(self) -> str | None:
         """What readiness waits for; None once it is ready."""
-        return self._waits_for
+        return self._seeding.waits_for
 
     # what the router calls
 
@@ -148,8 +90,8 @@ class GpsService:
             group_size=1,
             leader=0,
             is_cut_off=False,
-            nodes=(NodeStatus(node=0, state="serving" if self._waits_for is None else "joining", group=0),),
-            waits_for=self._waits_for,
+            nodes=(NodeStatus(node=0, state="joining" if self.waits_for() else "serving", group=0),),
+            waits_for=self.waits_for(),
         )
 
     async def add_receiver(self, receiver: str, request: ReceiverRequest) -> ReceiverStatus:
@@ -223,7 +165,7 @@ class GpsService:
         finally:
             status = self.store.finish_seal(seal, checksum)
         self._num_commits += 1
-        await self._became_readable(seal.write.model, source=source)
+        await self._became_readable(seal.write.model, source)
         return status
 
     async def write_status(self, write_id: str) -> WriteStatus:
@@ -250,7 +192,7 @@ class GpsService:
 
     # what others hear
 
-    async def _became_readable(self, name: str, *, source: str) -> None:
+    async def _became_readable(self, name: str, source: str) -> None:
         self._wake()
         if self._manifest is not None:
             async with self._on_record:

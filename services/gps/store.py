@@ -3,21 +3,18 @@
 Every model has a readable buffer; one that trains has a spare. The store moves no bytes and reads no clock:
 copies are made by the ranks, checksums by `Verification` and `Seal` in a thread, time comes in as `now_s`.
 
-    begin_write        joins or opens the Write of a version > the readable one; the spare must have no
-    readers start_commit       → Verification, to be run outside
+    begin_write        joins or opens the Write of a version > the readable one; nobody reads the spare
+    start_commit       → Verification, to be run outside
     finish_commit      the writer's bytes agree; for the last writer → Seal, to be run outside
     finish_seal        flips: the spare becomes readable, the readable becomes the spare
 
 Invariants
     - The readable version only grows, and its bytes do not change while it is readable or a lease holds it.
-    - A version is readable only after all its writers committed, their boxes were every element exactly
-    once, and
-      every checksum was found in the buffer.
+    - A version is readable only after all its writers committed, their boxes were every element exactly once,
+      and every checksum was found in the buffer.
     - A Write that is replaced or abandoned never becomes a version, even if its checks are still running;
-    its buffer
-      is given up for a fresh one, so that writers of it that still live scribble on nobody's memory.
-    - A lease that ran out is gone: its release fails, which tells the reader that it may have seen torn
-    bytes.
+      its buffer is given up for a fresh one, so that writers that still live scribble on nobody's memory.
+    - A lease that ran out is gone: its release fails, which tells the reader that it may have torn bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +26,6 @@ from services.gps.versions import Buffer, Granted, Lease, Model, OpenWrite, Seal
 from shared.contracts.gps import (
     ModelStatus,
     PoolTensor,
-    PoolView,
     ReadRequest,
     WriteCommit,
     WriteGrant,
@@ -37,7 +33,8 @@ from shared.contracts.gps import (
     WriteStatus,
 )
 from shared.errors import Conflict, InvalidRequest, NotFound, told
-from shared.layout.tensor_layout import FlatRange, TensorSpec, whole
+from shared.layout.sliced_storage import SlicedStorage
+from shared.layout.tensor_layout import TensorSpec
 from shared.weights.host_pool import HostPool, PoolRegion
 
 
@@ -62,21 +59,23 @@ class Store:
         adopted: PoolRegion | None = None,
         num_regions: int = 0,
         specs: Mapping[str, TensorSpec] | None = None,
+        storages: Mapping[str, SlicedStorage] | None = None,
     ) -> PoolRegion:
         """Reserve the buffers of a model and give the one to seed. Raises ConfigError if they do not fit.
 
         `adopted` is a region that an earlier life of GPS filled; it had made `num_regions` of this model.
-        `specs` are the whole tensors, where `tensors` are only pieces of them.
+        `specs` are the whole tensors, where `tensors` are only pieces of them; `storages` names those that
+        every buffer, the adopted one too, stores slice by slice.
         """
         assert name not in self._models, f"model {name} was added before"
         specs = dict(specs) if specs else {tensor.name: spec_of(tensor) for tensor in tensors}
         by_name = {tensor.name: tensor for tensor in tensors}
-        model = Model(name, tuple(tensors), nbytes, is_frozen, [], specs, by_name)
+        model = Model(name, tuple(tensors), nbytes, is_frozen, [], specs, by_name, storages or {})
         num_new = (1 if is_frozen else 2) - (adopted is not None)
         self.pool.check_room(num_new * nbytes, f"{name} with {num_new} new buffer(s)")
         if adopted is not None:
             model.num_regions = num_regions
-            model.buffers.append(self._buffer(model, adopted))
+            model.buffers.append(Buffer(adopted, model.view_of(adopted)))
         for _ in range(num_new):
             model.buffers.append(self._new_buffer(model))
         self._models[name] = model
@@ -107,10 +106,8 @@ class Store:
 
     def _new_buffer(self, model: Model) -> Buffer:
         model.num_regions += 1
-        return self._buffer(model, self.pool.create(model.name, f"b{model.num_regions}", model.nbytes))
-
-    def _buffer(self, model: Model, region: PoolRegion) -> Buffer:
-        return Buffer(region, PoolView(path=str(region.path), nbytes=model.nbytes, tensors=model.tensors))
+        region = self.pool.create(model.name, f"b{model.num_regions}", model.nbytes)
+        return Buffer(region, model.view_of(region))
 
     # reads
 
@@ -243,10 +240,8 @@ class Store:
             return status
         model, write = self._open(write_id)
         part = check_commit(write_id, commit, write.writers, write.joined)
-        memory = model.spare.region.memory
-        return Verification(
-            write, commit.writer, part.parts, commit.checksums, model.specs, model.by_name, memory
-        )
+        claimed, memory = (write, commit.writer, part.parts, commit.checksums), model.spare.region.memory
+        return Verification(*claimed, model.specs, model.by_name, memory, model.storages)
 
     def finish_commit(self, done: Verification, problem: tuple[int, str] | None) -> Seal | WriteStatus:
         """Record the outcome; a `Seal` if this was the last writer.
@@ -262,13 +257,8 @@ class Store:
         if write.pending or write.is_sealing:
             return write.status()
         write.is_sealing = True
-        known = {
-            name: checksum
-            for part in write.joined.values()
-            for (name, region), checksum in zip(part.parts, part.checksums or (), strict=True)
-            if region in (whole(model.specs[name]), FlatRange(0, model.specs[name].numel))
-        }
-        return Seal(write, model.tensors, model.spare.region.memory, known)
+        known = write.whole_checksums(model.specs)
+        return Seal(write, model.tensors, model.spare.region.memory, known, model.storages)
 
     def finish_seal(self, seal: Seal, checksum: str | None) -> WriteStatus:
         """Flip to the new version; `checksum` None means that it could not be computed, and the Write stays

@@ -11,9 +11,12 @@ from numpy.typing import NDArray
 
 from services.gps.boxes import Part
 from shared.contracts.gps import ModelStatus, PoolTensor, PoolView, WriteRequest, WriteStatus
-from shared.layout.tensor_layout import TensorSpec
+from shared.layout.sliced_storage import SlicedStorage
+from shared.layout.tensor_layout import Box, FlatRange, TensorSpec, whole
 from shared.weights.checksum import checksum_bytes, checksum_region, combine
+from shared.weights.dtypes import itemsize_of
 from shared.weights.host_pool import PoolRegion, tensor_nbytes
+from shared.weights.stored_parts import sliced_tensors
 
 Bytes = NDArray[np.uint8]
 In = TypeVar("In")
@@ -76,6 +79,15 @@ class OpenWrite:
             request.writers,
         )
 
+    def whole_checksums(self, specs: Mapping[str, TensorSpec]) -> dict[str, str]:
+        """Of tensors that one box of one writer had as a whole. Everybody has committed."""
+        return {
+            name: checksum
+            for part in self.joined.values()
+            for (name, region), checksum in zip(part.parts, part.checksums or (), strict=True)
+            if region in (whole(specs[name]), FlatRange(0, specs[name].numel))
+        }
+
     def status(self) -> WriteStatus:
         return WriteStatus(
             write_id=self.write_id, version=self.version, committed=False, pending_writers=self.pending
@@ -93,6 +105,8 @@ class Model:
     buffers: list[Buffer]
     specs: dict[str, TensorSpec]
     by_name: dict[str, PoolTensor]
+    storages: Mapping[str, SlicedStorage] = field(default_factory=dict)
+    """Tensors that its buffers store slice by slice; the others are row-major."""
     current: int = 0
     version: int = -1
     """-1 until it was seeded."""
@@ -108,6 +122,11 @@ class Model:
     @property
     def spare(self) -> Buffer:
         return self.buffers[1 - self.current]
+
+    def view_of(self, region: PoolRegion) -> PoolView:
+        """How `region` is read as a buffer of this model."""
+        cut = sliced_tensors(self.storages)
+        return PoolView(path=str(region.path), nbytes=self.nbytes, tensors=self.tensors, sliced=cut)
 
     def status(self) -> ModelStatus:
         leases = [lease for buffer in self.buffers for lease in buffer.leases.values()]
@@ -144,6 +163,7 @@ class Verification:
     specs: Mapping[str, TensorSpec]
     tensors: Mapping[str, PoolTensor]
     memory: Bytes
+    storages: Mapping[str, SlicedStorage] = field(default_factory=dict)
 
     def problem(self) -> tuple[int, str] | None:
         """Index of the first box whose bytes differ from its checksum, and how; None if all agree."""
@@ -152,7 +172,7 @@ class Verification:
             name, region = part
             spec = self.specs[name]
             raw = raw_of(self.memory, self.tensors[name])
-            return checksum_region(raw, spec.shape, spec.itemsize, region)
+            return checksum_region(raw, spec.shape, spec.itemsize, region, self.storages.get(name))
 
         found = in_threads(checksum, self.parts)
         for index, (part, claimed, there) in enumerate(zip(self.parts, self.checksums, found, strict=True)):
@@ -170,9 +190,10 @@ class Seal:
     memory: Bytes
     known: Mapping[str, str]
     """Checksums of tensors that one box of one writer had as a whole: not computed twice."""
+    storages: Mapping[str, SlicedStorage]
 
     def checksum(self) -> str:
-        return version_checksum(self.tensors, self.memory, self.known)
+        return version_checksum(self.tensors, self.memory, self.storages, self.known)
 
 
 def raw_of(memory: Bytes, tensor: PoolTensor) -> Bytes:
@@ -180,14 +201,27 @@ def raw_of(memory: Bytes, tensor: PoolTensor) -> Bytes:
     return memory[tensor.offset_bytes : tensor.offset_bytes + tensor_nbytes(tensor)]
 
 
+def tensor_checksum(memory: Bytes, tensor: PoolTensor, storage: SlicedStorage | None = None) -> str:
+    """xxh3_64 of `tensor` in a region, over its values in row-major order. 16 hex digits."""
+    raw = raw_of(memory, tensor)
+    if storage is None:
+        return checksum_bytes(raw.data)
+    everything = Box((0,) * len(tensor.shape), tensor.shape)
+    return checksum_region(raw, tensor.shape, itemsize_of(tensor.dtype), everything, storage)
+
+
 def version_checksum(
-    tensors: tuple[PoolTensor, ...], memory: Bytes, known: Mapping[str, str] | None = None
+    tensors: tuple[PoolTensor, ...],
+    memory: Bytes,
+    storages: Mapping[str, SlicedStorage] | None = None,
+    known: Mapping[str, str] | None = None,
 ) -> str:
-    """Checksum of a version: the same for the same values, whatever layout wrote them. 16 hex digits."""
+    """Checksum of a version: the same for the same values, whatever layout wrote them and however they are
+    stored. 16 hex digits."""
+    storages, known = storages or {}, known or {}
 
     def checksum(tensor: PoolTensor) -> str:
-        found = known.get(tensor.name) if known else None
-        return found or checksum_bytes(raw_of(memory, tensor).data)
+        return known.get(tensor.name) or tensor_checksum(memory, tensor, storages.get(tensor.name))
 
     return combine(zip((tensor.name for tensor in tensors), in_threads(checksum, tensors), strict=True))
 

@@ -17,8 +17,8 @@ class PolicyVersion(Message):
 
 
 class PoolTensor(Message):
-    """One canonical tensor in a pool region, row-major from `offset_bytes`. `dtype` as torch names it:
-    "bfloat16"."""
+    """One canonical tensor in a pool region from `offset_bytes` on: row-major, unless the view's `sliced`
+    says otherwise. `dtype` as torch names it: "bfloat16"."""
 
     name: str
     dtype: str

@@ -63,6 +63,11 @@ class MappedPool:
         """How tensor `name` is stored; None is row-major."""
         return self._storages.get(name)
 
+    @property
+    def storages(self) -> Mapping[str, SlicedStorage]:
+        """Storage of the tensors that are not row-major."""
+        return self._storages
+
     def raw(self, name: str) -> Bytes:
         """Bytes of tensor `name` as they are stored, shape (nbytes,)."""
         tensor = self.tensor(name)

@@ -22,13 +22,15 @@ from shared.bus.nats_bus import NatsBus, connect
 from shared.contracts.gps import PolicyVersion, ReadRequest, TensorBox, WriteCommit, WriteRequest
 from shared.contracts.subjects import POLICY_VERSION_KEY, Subjects
 from shared.errors import PivotError
+from shared.layout.tensor_layout import Box, zero_range
 from shared.runtime.config import RunConfig
 from shared.runtime.run_folder import Endpoints, RunFolder
-from shared.weights.checksum import checksum_bytes
+from shared.weights.checksum import checksum_bytes, combine
 from shared.weights.gps_client import GpsClient
 from shared.weights.host_pool import SHM_FOLDER, map_view
 
-SHAPES = {"embed": (512, 64), "w": (64, 64)}
+DOWN = "model.layers.0.mlp.down_proj.weight"
+SHAPES = {"embed": (512, 64), "w": (64, 64), DOWN: (64, 48)}
 
 
 def free_port() -> int:
@@ -87,7 +89,7 @@ class Running:
 
 
 @pytest.fixture
-async def running(tmp_path: Path) -> AsyncIterator[Running]:
+async def running(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Running]:
     name = f"gps{uuid4().hex[:8]}"
     write_checkpoint(tmp_path / "model")
     folder = RunFolder(tmp_path / "run")
@@ -97,6 +99,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
         {
             "run": {"name": name, "folder": str(folder.path)},
             "models": {"policy": str(tmp_path / "model"), "genrm": str(tmp_path / "model")},
+            "cluster": getattr(request, "param", {}),
         }
     )
     ports = {"gps": free_port()}
@@ -170,6 +173,63 @@ async def test_killed_process_comes_back_with_its_version(running: Running) -> N
             await write(client, 3, 4)
         assert (await running.published()).version == 3
         assert len(running.regions()) == 3
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    "running",
+    [
+        {
+            "kind": "cuda",
+            "devices": 2,
+            "rollout_tp": 2,
+            "split": {"rollout": 2, "reward": 1, "training": 1},
+        }
+    ],
+    indirect=True,
+)
+async def test_layouts_of_the_run_decide_how_the_policy_is_stored(running: Running) -> None:
+    process = running.start()
+    try:
+        await running.until_ready(process)
+        truth = {name: np.arange(np.prod(shape)).astype(np.uint16) for name, shape in SHAPES.items()}
+        async with running.client() as client:
+            writers = ("rank-0", "rank-1")
+            for rank, writer in enumerate(writers):
+                parts = {name: zero_range(array.size, rank, 2) for name, array in truth.items()}
+                boxes = tuple(
+                    TensorBox(tensor=n, flat_start=p.start, flat_count=p.count) for n, p in parts.items()
+                )
+                request = WriteRequest(model="policy", version=1, writer=writer, writers=writers, boxes=boxes)
+                grant = await client.begin_write(request)
+                pool, checksums = map_view(grant.view, writable=True), []
+                for name, part in parts.items():
+                    shard = truth[name][part.start : part.start + part.count]
+                    pool.copy_in(name, part, shard)
+                    checksums.append(checksum_bytes(shard.tobytes()))
+                commit = WriteCommit(writer=writer, checksums=tuple(checksums))
+                await client.commit_write(grant.write_id, commit)
+        canonical = combine((name, checksum_bytes(array.tobytes())) for name, array in truth.items())
+        for is_restarted in (False, True):
+            if is_restarted:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+                process = running.start()
+                await running.until_ready(process)
+            async with running.client() as client:
+                assert (await client.model("policy")).checksum == canonical
+                for start in (0, 24):
+                    boxes = (TensorBox(tensor=DOWN, start=(0, start), shape=(64, 24)),)
+                    read = ReadRequest(model="policy", receiver=f"g{start}", min_version=1, boxes=boxes)
+                    async with client.read(read) as found:
+                        assert [entry.tensors for entry in found.view.sliced] == [(DOWN,)]
+                        got = np.zeros((64, 24), np.uint16)
+                        map_view(found.view).copy_out(DOWN, Box((0, start), (64, 24)), got)
+                    assert np.array_equal(got, truth[DOWN].reshape(64, 48)[:, start : start + 24])
+                async with client.read(ReadRequest(model="genrm", receiver="r")) as found:
+                    assert found.view.sliced == ()
     finally:
         process.terminate()
         process.wait()

@@ -12,6 +12,7 @@ import httpx
 from services.gps.api import gps_router
 from services.gps.cluster import ClusterService
 from services.gps.cluster_app import open_cluster
+from services.gps.membership import serving
 from shared.bus.memory_bus import MemoryBus
 from shared.bus.process import ServiceContext
 from shared.contracts.subjects import Subjects
@@ -78,10 +79,13 @@ class MemoryCluster:
         )
 
     async def until_serving(self) -> None:
-        """Every started node serves."""
+        """Every started node serves, and every one knows it of all others."""
+        started = set(self.services)
         for node, ctx in self._contexts.items():
             service = self.services[node]
             await ctx.until_true(lambda service=service: service.waits_for() is None)  # type: ignore[misc]
+            view = service.holder.cluster
+            await ctx.until_true(lambda view=view: started <= set(serving(view.view)))  # type: ignore[misc]
 
     async def stop(self, node: int) -> None:
         """Stop a node; it says goodbye."""
