@@ -118,6 +118,19 @@ def test_what_moves_costs_its_prefill():
     assert chosen[1.0][0] > 100 * chosen[0.0][0]
 
 
+def test_sequences_that_migration_moves_to_a_new_replica_cost_their_prefill():
+    """No donor: all the penalty is the prefill of what moves to the free device."""
+    busy = state({0: [4_000] * 60}, {})
+    role = replace(MODEL, prefill_s_per_token=1e-4)
+    planner = Planner(replace(CONFIG, rollout=role, reward=role), cluster(2), alloc("rollout-0"))
+    record, plan = observe(planner, busy)
+    assert plan is not None
+    (chosen,) = (c for c in record.candidates if c.is_chosen)
+    assert chosen.rollout_tokens_per_s == pytest.approx(2 * H20_7B_TP1.tokens_per_s(30, 120_000))
+    expected = 1e-4 * 30 * 4_000 * chosen.rollout_tokens_per_s / 2
+    assert chosen.penalty_tokens == pytest.approx(expected)
+
+
 def test_verdicts_still_to_come_count_for_reward():
     """With as much work in both roles, what is upstream decides; without weight it does not."""
     known = state({0: [100] * 40}, {1: [100] * 20})

@@ -186,7 +186,10 @@ def test_a_closed_replica_takes_nothing():
 def test_what_was_compiled_of_other_sources_is_not_used(monkeypatch, tmp_path):
     from shared.scheduling import compiled as module
 
-    sources = {name: (Path(module.__file__).parent / name).read_bytes() for name in module._SOURCES}
+    folder = Path(module.__file__).parent
+    sources = {name: (folder / name).read_bytes() for name in module._SOURCES}
+    compiled = {path.name for path in folder.glob("*.py") if "\n@kernel\n" in path.read_text()}
+    assert compiled | {"compiled.py", "rows.py"} == set(sources), "what compiled loops use, and no other"
     monkeypatch.setattr(module.numba.config, "CACHE_DIR", str(tmp_path / "kept"))
     assert module.cache_folder().parent == tmp_path / "kept"
     monkeypatch.setattr(module, "__file__", str(tmp_path / "compiled.py"))
