@@ -13,7 +13,7 @@ from gps_bench.model import BenchModel, Bytes, Part
 from gps_bench.nixl_peer import NixlLink, nixl_link
 from gps_bench.timing import interleaved
 from shared.errors import PivotError
-from shared.layout.sliced_storage import region_spans
+from shared.layout.held_parts import region_spans
 from shared.layout.spans import Spans
 from shared.weights.mapped_pool import MappedPool
 

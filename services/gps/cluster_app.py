@@ -9,6 +9,7 @@ from pathlib import Path
 from services.gps.boxes import spec_of
 from services.gps.cluster import ClusterService
 from services.gps.holder import Holder
+from services.gps.layouts import genrm_usage, policy_usage
 from services.gps.leader import Leader
 from services.gps.loads import newest_model_folder
 from services.gps.local_writes import LocalWrites
@@ -59,6 +60,8 @@ async def open_cluster(
     address = address_of(config, ctx.node)
     sources = {name: await asyncio.to_thread(_source, ctx, name) for name in (POLICY, GENRM)}
     specs = {name: {t.name: spec_of(t) for t in s.plan.tensors} for name, s in sources.items()}
+    usages = {POLICY: policy_usage(ctx.config), GENRM: genrm_usage(ctx.config)}
+    storages = {name: usages[name].storages(list(found.values())) for name, found in specs.items()}
     manifest = Manifest(ctx.folder.path / f"gps-n{ctx.node}.json")
     for path in remove_leftovers(run=ctx.config.run.name, node=ctx.node, keep=manifest.paths()):
         ctx.log.info("removed %s, a leftover of a dead process", path)
@@ -82,7 +85,7 @@ async def open_cluster(
 
     size = _group_size(sources, specs, len(config.nodes), budget)
     view = first_view(range(len(config.nodes)), size)
-    cluster = Cluster(ctx.node, incarnation, config, ctx.bus, ctx.subjects, links, specs, view)
+    cluster = Cluster(ctx.node, incarnation, config, ctx.bus, ctx.subjects, links, specs, storages, view)
     transport = _Transport(config, log_file, ctx)
     store = Store(pool, new_id=lambda: secrets.token_hex(8), max_lease_s=settings.max_lease_s)
     service = _assemble(ctx, cluster, store, manifest, sources, transport, size)

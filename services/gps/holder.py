@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.gps.packing import Packing
+from services.gps.packing import Packing, spans_between
 from services.gps.peers import Cluster
 from services.gps.regions import Regions
 from services.gps.slices import Slices, copy_slices, hash_slices, slice_box, slices_key
@@ -184,14 +184,15 @@ class Holder:
             if memory is not into:
                 await asyncio.to_thread(copy_slices, packing, memory, self.packing(model), into, slices)
             return
-        theirs = self.cluster.canonical(model) if is_staging else self.cluster.packing(model, sender)
+        packing = self.cluster.canonical(model) if is_staging else self.cluster.packing(model, sender)
         spare = self.store.model(model).spare.region
+        theirs, ours = await asyncio.to_thread(spans_between, packing, self.packing(model), slices)
         pull = Pull(
             peer=await self.cluster.info(sender, region),
             remote_region=region,
-            theirs=theirs.spans_of(slices),
+            theirs=theirs,
             local_region=spare.path.name,
-            ours=self.packing(model).spans_of(slices),
+            ours=ours,
             key=slices_key(slices),
         )
         await self.cluster.links.pull([pull], self.cluster.config.copy_deadline_s)
@@ -244,7 +245,9 @@ class Holder:
         model = self._opened(write_id)
         shard = self.open[model]
         found = self.store.model(model)
-        checksum = await asyncio.to_thread(version_checksum, found.tensors, found.spare.region.memory)
+        checksum = await asyncio.to_thread(
+            version_checksum, found.tensors, found.spare.region.memory, found.storages
+        )
         if self.open.get(model) is not shard:
             raise self._not_open(write_id)
         shard.checksum = checksum

@@ -11,7 +11,7 @@ from services.gps.holder import Holder
 from services.gps.membership import leader
 from services.gps.versions import OpenWrite, Verification, WriterPart
 from shared.contracts.base import Done, Message
-from shared.contracts.gps import PoolView, WriteCommit, WriteGrant, WriteRequest, WriteStatus
+from shared.contracts.gps import WriteCommit, WriteGrant, WriteRequest, WriteStatus
 from shared.contracts.gps_cluster import AbortWrite, BeginWrite, QueryWrite, WriteBegun, WriterDone
 from shared.errors import Conflict, NotFound, told
 
@@ -54,12 +54,12 @@ class LocalWrites:
             WriteBegun,
             request.wait_s + 2 * cluster.config.control_deadline_s,
         )
-        path, memory = holder.staging(request.model, begun.write_id)
+        path, _ = holder.staging(request.model, begun.write_id)
         for old in [write_id for write_id in self._writes if not holder.has_open(write_id)]:
             del self._writes[old]
         mine = self._writes.setdefault(begun.write_id, _LocalWrite(request, coordinator))
         mine.parts[request.writer] = part
-        view = PoolView(path=path, nbytes=memory.nbytes, tensors=cluster.canonical(request.model).tensors)
+        view = cluster.canonical(request.model).view(path)
         return WriteGrant(write_id=begun.write_id, model=request.model, version=begun.version, view=view)
 
     async def commit(self, write_id: str, commit: WriteCommit) -> WriteStatus:
@@ -96,6 +96,7 @@ class LocalWrites:
             canonical.specs,
             canonical.by_name,
             memory,
+            canonical.storages,
         )
         problem = await asyncio.to_thread(verification.problem)
         if problem is not None:

@@ -212,6 +212,7 @@ class Members:
         for model in self.cluster.specs:
             if not self.refill.holder.store.has(model):
                 await asyncio.to_thread(self.refill.reserve, model)
+                await self.refill.record(model)  # what was found in the pool may be stored anew
                 await self.refill.holder.register()
         for model in self.cluster.specs:
             if not self.refill.is_current(model):

@@ -65,17 +65,11 @@ class NodeCommands:
         await self._cluster.bus.serve(self._cluster.subjects.gps_node(self._cluster.node, command), call)
 
     async def _describe(self, message: DescribePeer) -> PeerInfo:
-        if message.digest != self._cluster.digest:
-            raise Conflict(
-                f"gps-{message.node} has other tensors than {self._cluster.name}: models differ",
-                field="models",
-                remedy="give every node the same model folders",
-            )
+        self._cluster.check_digest(f"gps-{message.node}", message.digest)
         return await self._cluster.links.describe()
 
     async def _lease(self, message: LeaseVersion) -> VersionLeased:
-        if message.digest != self._cluster.digest:
-            raise Conflict(f"{self._cluster.name} has other tensors", field="models", remedy="same folders")
+        self._cluster.check_digest(message.receiver, message.digest)
         lease_id, region = self._holder.lease(
             message.model, message.version, message.lineage, message.receiver, message.lease_s
         )

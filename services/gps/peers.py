@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from services.gps.membership import group_of, serving
-from services.gps.packing import Packing, pack_member, pack_whole, specs_digest
+from services.gps.packing import Packing, Storages, models_digest, pack_member, pack_whole
 from shared.bus.ports import Bus
 from shared.contracts.base import Message
 from shared.contracts.gps import PeerInfo
 from shared.contracts.gps_cluster import ClusterView, DescribePeer, VersionCommit
 from shared.contracts.subjects import Subjects
-from shared.errors import DeadlineExceeded, NoResponder, TransportError
+from shared.errors import Conflict, DeadlineExceeded, NoResponder, TransportError, told
 from shared.layout.tensor_layout import TensorSpec
 from shared.runtime.config import GpsSection
 from shared.weights.peer_links import PeerLinks
@@ -26,7 +26,8 @@ _log = logging.getLogger("pivotrl.gps")
 @dataclass(slots=True)
 class Cluster:
     """Shared by the parts of one node's GPS. `view` and `commits` are replaced as the record of them moves;
-    `specs` are the whole tensors of each model, equal on every node."""
+    `specs` are the whole tensors of each model and `storages` how those are stored that are not row-major:
+    equal on every node."""
 
     node: int
     incarnation: str
@@ -35,6 +36,7 @@ class Cluster:
     subjects: Subjects
     links: PeerLinks
     specs: Mapping[str, Mapping[str, TensorSpec]]
+    storages: Mapping[str, Storages]
     view: ClusterView
     commits: dict[str, VersionCommit] = field(default_factory=dict)
     _infos: dict[int, PeerInfo] = field(default_factory=dict)
@@ -47,10 +49,17 @@ class Cluster:
 
     @property
     def digest(self) -> str:
-        """Of the tensors: two nodes with different ones must not exchange bytes."""
+        """Of the tensors and their storage."""
         if not self._digest:
-            self._digest = specs_digest(self.specs)
+            self._digest = models_digest(self.specs, self.storages)
         return self._digest
+
+    def check_digest(self, asker: str, digest: str) -> None:
+        """Raises Conflict if `asker` means other tensors, or stores them otherwise: no bytes may move."""
+        if digest != self.digest:
+            problem = f"{asker} has other tensors than {self.name}, or stores them for other layouts"
+            remedy = "Give every node the same model folders and the same run.json"
+            raise Conflict(**told("models", problem, remedy))
 
     def packing(self, model: str, node: int) -> Packing:
         """What `node` holds of `model`. It must have a place in a group."""
@@ -60,14 +69,14 @@ class Cluster:
         if key not in self._packings:
             if len(self._packings) > 4096:
                 self._packings.clear()
-            self._packings[key] = pack_member(self.specs[model], group, node)
+            self._packings[key] = pack_member(self.specs[model], self.storages[model], group, node)
         return self._packings[key]
 
     def canonical(self, model: str) -> Packing:
         """The layout that engines and ranks map."""
         key = (model, (), -1)
         if key not in self._packings:
-            self._packings[key] = pack_whole(self.specs[model])
+            self._packings[key] = pack_whole(self.specs[model], self.storages[model])
         return self._packings[key]
 
     def others(self) -> tuple[int, ...]:

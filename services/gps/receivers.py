@@ -74,7 +74,7 @@ class Receivers:
         )
         self.holder.receivers[receiver, model] = landing
         await self.holder.register()
-        view = PoolView(path=str(landing.path), nbytes=canonical.nbytes, tensors=canonical.tensors)
+        view = canonical.view(str(landing.path))
         self._known[receiver, model] = Receiver(landing, view)
         return view
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from services.gps.adoption import adopt_region
 from services.gps.holder import Holder
 from services.gps.manifest import Manifest, ManifestEntry
 from services.gps.packing import Packing
@@ -58,7 +59,7 @@ class Refill:
     """Model → since when, and when last, no serving node held a part of what is committed."""
 
     def reserve(self, model: str) -> None:
-        """Buffers for this node's shard; what an earlier life left is taken over if it is whole."""
+        """Buffers for this node's shard; what an earlier life left is taken over if it is whole. Blocking."""
         holder, source = self.holder, self.sources[model]
         packing, commit = holder.packing(model), holder.cluster.commits.get(model)
         entry = self.manifest.entry(model)
@@ -71,6 +72,7 @@ class Refill:
             adopted=region,
             num_regions=entry.num_regions if entry and region is not None else 0,
             specs=holder.cluster.specs[model],
+            storages=packing.storages,
         )
         if region is not None and entry is not None and commit is not None:
             _log.info("%s version %d found in the pool", model, commit.version)
@@ -78,16 +80,10 @@ class Refill:
 
     def _adopted(self, model: str, entry: ManifestEntry, commit: VersionCommit) -> PoolRegion | None:
         """The region of an earlier life, if it holds the commit, undamaged."""
-        packing, pool = self.holder.packing(model), self.holder.store.pool
-        is_this = (entry.version, entry.lineage) == (commit.version, commit.lineage)
-        if not is_this or entry.tensors != packing.tensors or entry.nbytes != packing.nbytes:
+        if (entry.version, entry.lineage) != (commit.version, commit.lineage):
             return None
-        region = pool.adopt(Path(entry.path), entry.nbytes)
-        if region is not None and version_checksum(entry.tensors, region.memory) != entry.checksum:
-            _log.warning("%s in %s is damaged", model, entry.path)
-            pool.remove(region)
-            return None
-        return region
+        packing = self.holder.packing(model)
+        return adopt_region(self.holder.store.pool, entry, packing.tensors, packing.nbytes, packing.storages)
 
     def is_current(self, model: str) -> bool:
         """Whether this node holds what is committed."""
@@ -134,8 +130,9 @@ class Refill:
         whole_plan = await asyncio.to_thread(self.read_plan, Path(commit.source))
         plan = shard_plan(whole_plan, packing)
         buffer = await self._buffer(model)
-        await asyncio.to_thread(load_seed, plan, buffer.region.memory)
-        checksum = await asyncio.to_thread(version_checksum, packing.tensors, buffer.region.memory)
+        memory = buffer.region.memory
+        await asyncio.to_thread(load_seed, plan, memory, packing.storages)
+        checksum = await asyncio.to_thread(version_checksum, packing.tensors, memory, packing.storages)
         if is_new:
             mine = {str(self.holder.cluster.node): checksum}
             whole = checksum if packing.is_whole else ""
@@ -203,7 +200,9 @@ class Refill:
         except PivotError:
             buffer.is_dirty = True  # a late byte may still come
             raise
-        checksum = await asyncio.to_thread(version_checksum, packing.tensors, buffer.region.memory)
+        checksum = await asyncio.to_thread(
+            version_checksum, packing.tensors, buffer.region.memory, packing.storages
+        )
         self._check(model, commit, checksum)
         buffer.is_dirty = False
         self._became(model, buffer, commit, checksum)
@@ -240,6 +239,7 @@ class Refill:
             num_regions=found.num_regions,
             tensors=found.tensors,
             lineage=self.holder.lineages.get(model, 0),
+            sliced=found.readable.view.sliced,
         )
         try:
             await asyncio.to_thread(self.manifest.put, entry)

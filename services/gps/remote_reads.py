@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.gps.holder import Holder
-from services.gps.packing import Packing
+from services.gps.packing import Packing, spans_between
 from services.gps.view_plans import Slices, ViewPlans, by_sender
 from shared.contracts.base import Done
 from shared.contracts.gps_cluster import LeaseVersion, ReleaseVersion, VersionLeased
@@ -160,7 +160,7 @@ class RemoteReads:
 
         def make() -> dict[int, _Share]:
             return {
-                node: _Share(slices, packings[node].spans_of(slices), target.packing.spans_of(slices))
+                node: _Share(slices, *spans_between(packings[node], target.packing, slices))
                 for node, slices in by_sender(plan).items()
             }
 

@@ -3,27 +3,20 @@ them."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
+from services.gps.adoption import adopt_region
 from services.gps.boxes import spec_of
 from services.gps.layouts import UNCUT, Usage
-from services.gps.manifest import Manifest, ManifestEntry
+from services.gps.manifest import Manifest
+from services.gps.packing import Storages
 from services.gps.store import Store
-from services.gps.versions import Bytes, version_checksum
-from shared.contracts.gps import PoolTensor, PoolView
-from shared.errors import InvalidRequest
-from shared.layout.sliced_storage import SlicedStorage
-from shared.layout.tensor_layout import Box
+from services.gps.versions import version_checksum
 from shared.weights.host_pool import PoolRegion
-from shared.weights.mapped_pool import MappedPool
 from shared.weights.seed import SeedPlan, load_seed, plan_seed
-from shared.weights.stored_parts import sliced_tensors
 
-Storages = Mapping[str, SlicedStorage]
 BecameReadable = Callable[[str, str], Awaitable[None]]
 """Told the model and where its version came from."""
 _log = logging.getLogger("pivotrl.gps")
@@ -97,14 +90,12 @@ class Seeding:
         """Whether the manifest's region of the model is there, of the same tensors, and undamaged."""
         model, plan = planned.seed.model, planned.plan
         entry = self._manifest.entry(model) if self._manifest else None
-        if entry is None or entry.nbytes != plan.nbytes or entry.tensors != plan.tensors:
+        if entry is None:
             return False
-        region = self._store.pool.adopt(Path(entry.path), entry.nbytes)
+        region = await asyncio.to_thread(
+            adopt_region, self._store.pool, entry, plan.tensors, plan.nbytes, planned.storages
+        )
         if region is None:
-            return False
-        if not await asyncio.to_thread(_as_planned, entry, region.memory, planned.storages):
-            _log.warning("%s version %d in %s is damaged: seeding again", model, entry.version, entry.path)
-            self._store.pool.remove(region)
             return False
         self._add(planned, region, entry.num_regions)
         self._store.publish_seed(model, entry.version, entry.checksum)
@@ -116,34 +107,3 @@ class Seeding:
 def _planned(seed: Seed) -> _Planned:
     plan = plan_seed(seed.folder, seed.dtype)
     return _Planned(seed, plan, seed.usage.storages([spec_of(tensor) for tensor in plan.tensors]))
-
-
-def _as_planned(entry: ManifestEntry, memory: Bytes, storages: Storages) -> bool:
-    """Bring what `entry` left in `memory` into `storages`; False if it is not what the entry says.
-
-    A run that goes on with other replicas or ranks has other slices; its version is kept all the same.
-    """
-    view = PoolView(path=entry.path, nbytes=entry.nbytes, tensors=entry.tensors, sliced=entry.sliced)
-    try:
-        left = MappedPool(view, memory, writable=True)
-    except InvalidRequest:  # its slices are not its tensors
-        return False
-    if version_checksum(entry.tensors, memory, left.storages) != entry.checksum:
-        return False
-    wanted = view.model_copy(update={"sliced": sliced_tensors(storages)})
-    if wanted.sliced != entry.sliced:
-        _log.info("%s version %d was stored for other layouts: it is stored anew", entry.model, entry.version)
-        _store_anew(left, MappedPool(wanted, memory, writable=True), entry.tensors)
-    return True
-
-
-def _store_anew(left: MappedPool, wanted: MappedPool, tensors: Sequence[PoolTensor]) -> None:
-    """Both are over the same memory, where a tensor has the same bytes' room either way. Dying inside leaves
-    a region of another checksum than the manifest's: it is seeded again then."""
-    for tensor in tensors:
-        if left.storage(tensor.name) is wanted.storage(tensor.name):  # row-major before and after
-            continue
-        everything = Box((0,) * len(tensor.shape), tensor.shape)
-        dense = np.empty(left.raw(tensor.name).nbytes, np.uint8)
-        left.copy_out(tensor.name, everything, dense)
-        wanted.copy_in(tensor.name, everything, dense)

@@ -8,8 +8,10 @@ from numpy.typing import NDArray
 from services.gps.packing import Packing
 from services.gps.versions import in_threads
 from shared.contracts.gps_cluster import SliceBox
+from shared.layout.sliced_storage import relative
 from shared.layout.tensor_layout import Box
-from shared.weights.checksum import checksum_bytes
+from shared.weights.checksum import checksum_bytes, checksum_region
+from shared.weights.stored_parts import paired_views
 
 Slices = Sequence[tuple[str, Box]]
 """Tensor and a box of it."""
@@ -25,10 +27,13 @@ def slices_key(slices: Slices) -> str:
 
 
 def hash_slices(packing: Packing, memory: NDArray[np.uint8], slices: Slices) -> list[str]:
-    """xxh3_64 of each box in `memory`. Blocking."""
+    """xxh3_64 of each box in `memory`, of its values in row-major order. Blocking."""
 
     def one(item: tuple[str, Box]) -> str:
-        return checksum_bytes(np.ascontiguousarray(packing.view_of(memory, *item)).reshape(-1).data)
+        tensor, box = item
+        held, itemsize = packing.held(tensor), packing.specs[tensor].itemsize
+        raw, near = packing.raw(memory, tensor), relative(box, held.box)
+        return checksum_region(raw, held.box.shape, itemsize, near, held.storage)
 
     return in_threads(one, slices)
 
@@ -38,4 +43,7 @@ def copy_slices(
 ) -> None:
     """Copy boxes between two regions of this node. Blocking."""
     for tensor, box in slices:
-        target.view_of(into, tensor, box)[...] = source.view_of(memory, tensor, box)
+        element = f"u{source.specs[tensor].itemsize}"
+        theirs, ours = source.raw(memory, tensor).view(element), target.raw(into, tensor).view(element)
+        for part, place in paired_views(source.held(tensor), theirs, target.held(tensor), ours, box):
+            np.copyto(place, part)

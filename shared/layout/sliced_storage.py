@@ -21,9 +21,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.layout.regions import disjoint_cells, region_boxes
-from shared.layout.spans import Spans, merge_spans, pair_spans
-from shared.layout.tensor_layout import Box, FlatRange, Layout, Region
+from shared.layout.regions import disjoint_cells, intersect, region_boxes
+from shared.layout.tensor_layout import Box, Layout, Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +37,11 @@ class StoredPiece:
     @property
     def inside(self) -> Box:
         """`common` as seen from the slice's own start."""
-        return _relative(self.common, self.stored)
+        return relative(self.common, self.stored)
 
     def inside_of(self, box: Box) -> Box:
         """`common` as seen from the start of `box`."""
-        return _relative(self.common, box)
+        return relative(self.common, box)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +54,17 @@ class SlicedStorage:
     def __post_init__(self) -> None:
         if sum(box.numel for box in self.boxes) != Box((0,) * len(self.shape), self.shape).numel:
             raise ValueError(f"slices of a tensor of shape {self.shape} have not all of its elements")
+
+    def part(self, box: Box) -> "SlicedStorage | None":
+        """Storage of `box` alone, counted from its start: the same slices in the same order, cut to it.
+
+        Equal parts are stored alike, wherever they are kept. None where row-major storage is as good; this
+        very object for the whole.
+        """
+        if box.shape == self.shape:
+            return self
+        cut = [common for slice_ in self.boxes if (common := intersect(slice_, box)) is not None]
+        return _stored(box.shape, [relative(common, box) for common in cut])
 
     @cached_property
     def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -102,7 +112,8 @@ def _stacked(upper: Box, lower: Box) -> Box | None:
     return Box(upper.start, (upper.shape[0] + lower.shape[0], *upper.shape[1:]))
 
 
-def _relative(box: Box, to: Box) -> Box:
+def relative(box: Box, to: Box) -> Box:
+    """`box` as seen from the start of `to`."""
     return Box(tuple(a - b for a, b in zip(box.start, to.start, strict=True)), box.shape)
 
 
@@ -123,10 +134,12 @@ def slice_storage(shape: tuple[int, ...], sides: Sequence[Sequence[Region]]) -> 
     whole = Box((0,) * len(shape), shape)
     regions = dict.fromkeys([whole, *(region for side in sides for region in side if region.numel)])
     boxes = [box for box, _ in disjoint_cells(shape, list(regions))]
-    if all(_is_range(shape, box) for box in boxes):
-        return None
     boxes.sort(key=lambda box: box.start[::-1])
-    return SlicedStorage(shape, tuple(boxes))
+    return _stored(shape, boxes)
+
+
+def _stored(shape: tuple[int, ...], boxes: Sequence[Box]) -> SlicedStorage | None:
+    return None if all(_is_range(shape, box) for box in boxes) else SlicedStorage(shape, tuple(boxes))
 
 
 def _is_range(shape: tuple[int, ...], box: Box) -> bool:
@@ -150,33 +163,3 @@ def slice_layouts(layouts: Sequence[Layout]) -> dict[str, SlicedStorage]:
         if (storage := known[key]) is not None:
             found[name] = storage
     return found
-
-
-def region_spans(
-    shape: tuple[int, ...], storage: SlicedStorage | None, region: Region, itemsize: int, base_bytes: int = 0
-) -> tuple[Spans, Spans]:
-    """Byte spans of `region` in storage that begins at `base_bytes`, and in a row-major copy of the region.
-
-    Row i of both are the two ends of one copy; neighbours are joined. Storage None is row-major.
-    """
-    near, far = [np.zeros((0, 2), np.int64)], [np.zeros((0, 2), np.int64)]
-    blocks = [(0, region)] if isinstance(region, Box) else list(dense_blocks(shape, region))
-    if storage is None and isinstance(region, FlatRange):
-        if not region.count:
-            return near[0], far[0]
-        nbytes = region.count * itemsize
-        first = base_bytes + region.start * itemsize
-        return np.array([[first, nbytes]], np.int64), np.array([[0, nbytes]], np.int64)
-    for at, box in blocks:
-        whole = Box((0,) * len(shape), shape)
-        pieces = (StoredPiece(0, whole, box),) if storage is None else storage.pieces_of(box)
-        for piece in pieces:
-            ends = pair_spans(
-                (piece.stored.shape, piece.inside),
-                (box.shape, piece.inside_of(box)),
-                itemsize,
-                (base_bytes + piece.offset * itemsize, at * itemsize),
-            )
-            near.append(ends[0])
-            far.append(ends[1])
-    return merge_spans(np.concatenate(near), np.concatenate(far))

@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from shared.contracts.gps import PoolView, SlicedTensors
 from shared.errors import InvalidRequest
-from shared.layout.sliced_storage import SlicedStorage, dense_blocks
+from shared.layout.held_parts import Held, paired_pieces
+from shared.layout.sliced_storage import SlicedStorage, StoredPiece, dense_blocks
 from shared.layout.tensor_layout import Box, FlatRange, Region
 
 
@@ -25,18 +26,29 @@ def paired_parts(
 ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """Views of equal shapes: a part of `elements` (a tensor as stored) and its place in `dense`, a row-major
     copy of `region`. Both arrays are flat."""
-    if storage is None:
-        if isinstance(region, FlatRange):
-            yield elements[region.start : region.start + region.count], dense
-        else:
-            yield elements.reshape(shape)[at(region)], dense.reshape(region.shape)
+    if storage is None and isinstance(region, FlatRange):
+        yield elements[region.start : region.start + region.count], dense
         return
+    held = Held(Box((0,) * len(shape), shape), storage)
     blocks = [(0, region)] if isinstance(region, Box) else dense_blocks(shape, region)
     for first, box in blocks:
-        block = dense[first : first + box.numel].reshape(box.shape)
-        for piece in storage.pieces_of(box):
-            stored = elements[piece.offset : piece.offset + piece.stored.numel].reshape(piece.stored.shape)
-            yield stored[at(piece.inside)], block[at(piece.inside_of(box))]
+        yield from paired_views(held, elements, Held(box), dense[first : first + box.numel], box)
+
+
+def paired_views(
+    left: Held, elements: NDArray[Any], right: Held, others: NDArray[Any], box: Box
+) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """Views of equal shapes, together `box` of a tensor, which both sides hold. Both arrays are flat: the
+    elements of a side's part as it stores them."""
+    for piece, other in paired_pieces(left, right, box):
+        yield _view(piece, elements), _view(other, others)
+
+
+def _view(piece: StoredPiece, elements: NDArray[Any]) -> NDArray[Any]:
+    stored = elements[piece.offset : piece.offset + piece.stored.numel].reshape(piece.stored.shape)
+    index: Any = (*at(piece.inside), ...)  # also of a scalar an array, not its value
+    view: NDArray[Any] = stored[index]
+    return view
 
 
 def storages_of(view: PoolView) -> dict[str, SlicedStorage]:

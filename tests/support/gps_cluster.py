@@ -17,17 +17,38 @@ import httpx
 import numpy as np
 
 from shared.bus.embedded_nats import server_binary, write_server_config
-from shared.contracts.gps import ModelStatus, NodesStatus, ReadRequest, TensorBox, WriteCommit, WriteRequest
+from shared.contracts.gps import (
+    ModelStatus,
+    NodesStatus,
+    ReadRequest,
+    TensorBox,
+    WriteCommit,
+    WriteGrant,
+    WriteRequest,
+)
 from shared.errors import PivotError
 from shared.layout.tensor_layout import Box, FlatRange, Region, zero_range
 from shared.runtime.config import RunConfig
 from shared.runtime.run_folder import Endpoints, RunFolder
-from shared.weights.checksum import checksum_bytes, checksum_region
+from shared.weights.checksum import checksum_bytes
 from shared.weights.gps_client import GpsClient
 from shared.weights.host_pool import SHM_FOLDER, map_view
+from shared.weights.mapped_pool import MappedPool
 from tests.support.network import Network, network
 
-SHAPES: dict[str, tuple[int, ...]] = {"embed": (2039, 192), "layers.0.w": (768, 192), "norm": (192,)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed": (2039, 192),
+    "layers.0.down_proj.weight": (768, 192),
+    "norm": (192,),
+}
+CUT = {
+    "kind": "cuda",
+    "devices": 4,
+    "rollout_tp": 2,
+    "reward_tp": 2,
+    "split": {"rollout": 2, "reward": 2, "training": 2},
+}
+"""Replicas of two devices read both models by columns, four ranks write the policy."""
 MODEL_BYTES = sum(2 * int(np.prod(shape)) for shape in SHAPES.values())
 TOKEN, PORT, NATS_PORT = "http-token", 8602, 4222
 
@@ -86,6 +107,25 @@ def cut_out(raw: np.ndarray, part: TensorBox) -> bytes:
     if isinstance(region, FlatRange):
         return raw.reshape(-1, 2)[region.start : region.start + region.count].tobytes()
     return raw[tuple(slice(a, a + n) for a, n in zip(region.start, region.shape, strict=True))].tobytes()
+
+
+def copied_out(pool: MappedPool, part: TensorBox) -> bytes:
+    """The bytes of `part` as a reader gets them, however they are stored."""
+    region = region_of(part)
+    dense = np.empty((region.numel, 2), np.uint8)
+    pool.copy_out(part.tensor, region, dense)
+    return dense.tobytes()
+
+
+def copy_version(grant: WriteGrant, version: int, boxes: tuple[TensorBox, ...]) -> tuple[str, ...]:
+    """What a writer does between grant and commit: its `boxes` of `version` in place; their checksums."""
+    pool, checksums = map_view(grant.view, writable=True), []
+    for part in boxes:
+        dense = cut_out(values(part.tensor, version), part)
+        pool.copy_in(part.tensor, region_of(part), np.frombuffer(dense, np.uint8))
+        checksums.append(checksum_bytes(dense))
+    pool.close()
+    return tuple(checksums)
 
 
 @dataclass
@@ -162,9 +202,8 @@ class GpsCluster:
         async with self.client(node).read(request) as grant:
             pool = map_view(grant.view)
             for part in boxes or columns(0, 1):
-                raw = pool.raw(part.tensor).reshape((*SHAPES[part.tensor], 2))
                 expected = cut_out(values(part.tensor, grant.version), part)
-                assert cut_out(raw, part) == expected, f"{part} of version {grant.version} at node {node}"
+                assert copied_out(pool, part) == expected, f"{part} of version {grant.version} at node {node}"
             return grant.version
 
     async def write(
@@ -185,23 +224,10 @@ class GpsCluster:
                 attempt=attempt, wait_s=5,
             )  # fmt: skip
             grant = await client.begin_write(request)
-            pool = map_view(grant.view, writable=True)
-            checksums = []
-            for part in boxes:
-                raw = pool.raw(part.tensor).reshape((*SHAPES[part.tensor], 2))
-                new = values(part.tensor, version)
-                region = region_of(part)
-                if isinstance(region, FlatRange):
-                    at: Any = slice(region.start, region.start + region.count)
-                    raw.reshape(-1, 2)[at] = new.reshape(-1, 2)[at]
-                else:
-                    at = tuple(slice(a, a + n) for a, n in zip(region.start, region.shape, strict=True))
-                    raw[at] = new[at]
-                checksums.append(checksum_region(new.reshape(-1), SHAPES[part.tensor], 2, region))
-            pool.close()
+            checksums = copy_version(grant, version, boxes)
             if before_commit is not None:
                 await before_commit(name)
-            commit = WriteCommit(writer=name, checksums=tuple(checksums))
+            commit = WriteCommit(writer=name, checksums=checksums)
             await client.commit_write(grant.write_id, commit)
 
         results = await asyncio.gather(*(one(name) for name in names), return_exceptions=True)
@@ -249,6 +275,7 @@ async def gps_cluster(folder: Path, nodes: int, *, node_bytes: int, **gps: Any) 
             {
                 "run": {"name": run, "folder": str(run_folder.path)},
                 "models": {"policy": str(folder / "model"), "genrm": str(folder / "model")},
+                "cluster": CUT,
                 "gps": settings,
             }
         )

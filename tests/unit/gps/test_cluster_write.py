@@ -99,7 +99,7 @@ def test_boxes_that_are_not_the_model_leave_the_write_as_it_was() -> None:
 
 def test_equal_shards_must_have_equal_checksums() -> None:
     groups = ((0, 1), (2, 3))
-    packings = {node: pack_member(SPECS, group, node) for group in groups for node in group}
+    packings = {node: pack_member(SPECS, {}, group, node) for group in groups for node in group}
     assert shard_problem(packings, {0: "x", 1: "y", 2: "x", 3: "y"}) is None
     problem = shard_problem(packings, {0: "x", 1: "y", 2: "z", 3: "y"})
     assert problem == "node 0 has checksum x, node 2 has z"

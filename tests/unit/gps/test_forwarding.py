@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 from services.gps.cluster_write import batches
 from services.gps.forwarding import Hop, forward, home_group, passing_stages
 from services.gps.membership import first_view
-from services.gps.packing import Packing, group_size_for, pack_member, pack_whole, specs_digest
-from services.gps.refill import shard_plan
+from services.gps.packing import Packing, pack_member
 from shared.errors import Conflict
 from shared.layout.tensor_layout import Box, Region, TensorSpec, whole, zero_range
-from shared.weights.seed import SeedPlan, StoredTensor
 
 SHAPES = {"embed": (13, 4), "w": (6, 5), "norm": (7,), "scale": ()}
 SPECS = {name: TensorSpec(name, "bfloat16", 2, shape) for name, shape in SHAPES.items()}
@@ -20,13 +18,7 @@ SPECS = {name: TensorSpec(name, "bfloat16", 2, shape) for name, shape in SHAPES.
 
 def packings_of(num_nodes: int, size: int) -> tuple[tuple[tuple[int, ...], ...], dict[int, Packing]]:
     groups = first_view(range(num_nodes), size).groups
-    return groups, {node: pack_member(SPECS, group, node) for group in groups for node in group}
-
-
-def values(tensor: str) -> np.ndarray:
-    spec = SPECS[tensor]
-    count = spec.numel * 2
-    return (np.arange(count) + 31 * sorted(SPECS).index(tensor)).astype(np.uint8).reshape((*spec.shape, 2))
+    return groups, {node: pack_member(SPECS, {}, group, node) for group in groups for node in group}
 
 
 def at(box: Box) -> tuple[slice, ...]:
@@ -105,58 +97,3 @@ def test_messages_are_bounded_and_keep_stages_apart() -> None:
     hops = [Hop(stage, 0, 1, "w", Box((i, 0), (1, 5))) for stage in (0, 1) for i in range(5)]
     found = batches(hops, 2)
     assert [[len(message) for message in stage] for stage in found] == [[2, 2, 1], [2, 2, 1]]
-
-
-@pytest.mark.parametrize("group", [(0,), (0, 1), (0, 1, 2), tuple(range(9))])
-def test_members_of_a_group_hold_the_model_once(group: tuple[int, ...]) -> None:
-    for name, spec in SPECS.items():
-        count = np.zeros((*spec.shape, 2), int)
-        for node in group:
-            packing = pack_member(SPECS, group, node)
-            if name in packing.boxes:
-                count[at(packing.boxes[name])] += 1
-        assert (count == 1).all(), name
-    assert pack_member(SPECS, (0,), 0) == pack_whole(SPECS)
-
-
-@given(node=st.integers(0, 2), first=st.integers(0, 12), rows=st.integers(1, 13))
-@settings(deadline=None)
-def test_spans_of_a_box_are_its_bytes(node: int, first: int, rows: int) -> None:
-    packing = pack_member(SPECS, (0, 1, 2), node)
-    memory = np.zeros(packing.nbytes, np.uint8)
-    for name, box in packing.boxes.items():
-        packing.view_of(memory, name, box)[...] = values(name)[at(box)]
-    wanted = packing.common("embed", Box((first, 1), (min(rows, 13 - first), 2)))
-    if wanted is None:
-        return
-    found = b"".join(memory[a : a + n].tobytes() for a, n in packing.spans("embed", wanted).tolist())
-    assert found == values("embed")[at(wanted)].tobytes()
-
-
-def test_group_size_is_the_smallest_that_fits() -> None:
-    large = {"w": TensorSpec("w", "bfloat16", 2, (600, 64))}
-    whole_bytes = pack_whole(large).nbytes
-    models = [(large, 2), (large, 1)]
-    assert group_size_for(models, 4, 3 * whole_bytes) == 1
-    assert group_size_for(models, 4, 3 * whole_bytes - 1) == 2
-    with pytest.raises(ValueError, match="on each of 4 nodes exceeds 100 bytes"):
-        group_size_for(models, 4, 100)
-
-
-def test_digest_tells_models_apart() -> None:
-    other = {**SPECS, "w": TensorSpec("w", "float32", 4, (6, 5))}
-    assert specs_digest({"policy": SPECS}) == specs_digest({"policy": dict(SPECS)})
-    assert specs_digest({"policy": SPECS}) != specs_digest({"policy": other})
-
-
-def test_shard_of_a_checkpoint_is_one_range_of_each_tensor(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    packing = pack_member(SPECS, (0, 1), 1)
-    path, data, sources = tmp_path / "x", b"", []
-    for name, spec in SPECS.items():
-        sources.append(StoredTensor(name, "bfloat16", spec.shape, path, len(data), spec.nbytes))
-        data += values(name).tobytes()
-    path.write_bytes(data)
-    plan = shard_plan(SeedPlan(tuple(sources), pack_whole(SPECS).tensors, 0), packing)
-    for source, tensor in zip(plan.sources, plan.tensors, strict=True):
-        raw = data[source.offset_bytes : source.offset_bytes + source.nbytes]
-        assert raw == values(tensor.name)[at(packing.boxes[tensor.name])].tobytes()

@@ -13,7 +13,7 @@ from tests.support.memory_cluster import MemoryCluster, memory_cluster
 READ = {"model": "policy", "receiver": "known"}
 WHOLE = [{"tensor": name, "start": [0] * len(shape), "shape": shape} for name, shape in SHAPES.items()]
 WRITE = {"model": "policy", "version": 1, "writer": "a", "writers": ["a"], "boxes": WHOLE}
-W = "layers.0.w"
+W = "layers.0.down_proj.weight"
 
 Call = tuple[str, str, dict[str, Any]]
 BAD: dict[str, tuple[Call, int, str]] = {

@@ -22,8 +22,8 @@ from services.gps.store import Store
 from services.gps.versions import Seal, Verification, version_checksum
 from shared.contracts.gps import PoolView, ReadRequest, TensorBox, WriteCommit, WriteRequest
 from shared.errors import InvalidRequest, LayoutError
+from shared.layout.held_parts import region_spans
 from shared.layout.parallel import engine_layout
-from shared.layout.sliced_storage import region_spans
 from shared.layout.tensor_layout import Box, FlatRange, TensorSpec, zero_range
 from shared.layout.transfer_plan import Link
 from shared.runtime.config import RunConfig

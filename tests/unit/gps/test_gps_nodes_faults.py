@@ -4,7 +4,7 @@ at one very moment, a byte that changes on its way, a coordinator that was repla
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -14,17 +14,16 @@ from shared.contracts.gps import PolicyVersion, ReadRequest, TensorBox, WriteCom
 from shared.contracts.gps_cluster import LeaseVersion, ReleaseVersion, VersionCommit, VersionLeased
 from shared.contracts.subjects import POLICY_VERSION_KEY
 from shared.errors import BusError, Conflict, InvalidRequest, NotFound, PivotError, TransportError
-from shared.weights.checksum import checksum_region
 from shared.weights.mapped_pool import map_view
 from shared.weights.memory_transport import MemoryTransport
 from shared.weights.ports import Operation
 from tests.support.gps_cluster import (
     MODEL_BYTES,
-    SHAPES,
     columns,
+    copied_out,
+    copy_version,
     cut_out,
     flat,
-    region_of,
     values,
     write_checkpoint,
 )
@@ -58,20 +57,8 @@ async def write(
         wait_s=wait_s,
     )  # fmt: skip
     grant = await client.begin_write(request)
-    pool = map_view(grant.view, writable=True)
-    checksums = []
-    for part in boxes:
-        raw, new = pool.raw(part.tensor).reshape((*SHAPES[part.tensor], 2)), values(part.tensor, version)
-        region = region_of(part)
-        if part.flat_start is not None:
-            at: Any = slice(part.flat_start, part.flat_start + part.flat_count)
-            raw.reshape(-1, 2)[at] = new.reshape(-1, 2)[at]
-        else:
-            at = tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))
-            raw[at] = new[at]
-        checksums.append(checksum_region(new.reshape(-1), SHAPES[part.tensor], 2, region))
-    pool.close()
-    status = await client.commit_write(grant.write_id, WriteCommit(writer=writer, checksums=tuple(checksums)))
+    checksums = copy_version(grant, version, boxes)
+    status = await client.commit_write(grant.write_id, WriteCommit(writer=writer, checksums=checksums))
     return status.committed
 
 
@@ -81,8 +68,7 @@ async def read(cluster: MemoryCluster, node: int, boxes: tuple[TensorBox, ...] =
     async with cluster.clients[node].read(request) as grant:
         pool = map_view(grant.view)
         for part in boxes or columns(0, 1):
-            raw = pool.raw(part.tensor).reshape((*SHAPES[part.tensor], 2))
-            assert cut_out(raw, part) == cut_out(values(part.tensor, grant.version), part)
+            assert copied_out(pool, part) == cut_out(values(part.tensor, grant.version), part)
         return grant.version
 
 

@@ -1,9 +1,10 @@
 """The worked example of docs/gps.md, as the code works it out."""
 
 from shared.layout.demands import demands_of
+from shared.layout.held_parts import region_spans
 from shared.layout.parallel import engine_layout
 from shared.layout.refine import refine
-from shared.layout.sliced_storage import region_spans, slice_layouts
+from shared.layout.sliced_storage import slice_layouts
 from shared.layout.tensor_layout import TensorSpec, full_layout, zero_layout
 from shared.layout.transfer_plan import Link, NodeLinks, plan_transfers
 

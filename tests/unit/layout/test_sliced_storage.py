@@ -4,11 +4,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.layout.held_parts import region_spans
 from shared.layout.refine import refine
 from shared.layout.sliced_storage import (
     SlicedStorage,
     dense_blocks,
-    region_spans,
     slice_layouts,
     slice_storage,
 )
