@@ -228,6 +228,7 @@ class ClusterService:
             "layout_epoch": cluster.view.epoch,
             "serving_nodes": sum(m.state == "serving" for m in cluster.view.members),
             "pulled_bytes_total": reads.num_pulled_bytes,
+            "pulled_ranges_total": reads.num_pulled_ranges,
             "reroutes_total": reads.num_reroutes,
             "receivers": self.receivers.num,
             "descriptor_lists": cluster.links.num_lists,

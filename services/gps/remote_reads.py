@@ -61,6 +61,8 @@ class RemoteReads:
     holder: Holder
     plans: ViewPlans
     num_pulled_bytes: int = 0
+    num_pulled_ranges: int = 0
+    """Descriptors that those bytes came in."""
     num_reroutes: int = 0
     _shares: dict[tuple[str, bool], dict[int, _Share]] = field(default_factory=dict)
     """By plan id, which names the epoch, and whether the target is canonical: worked out once per plan."""
@@ -200,6 +202,7 @@ class RemoteReads:
             )
         try:
             self.num_pulled_bytes += await cluster.links.pull(pulls, deadline_s)
+            self.num_pulled_ranges += sum(len(pull.ours) for pull in pulls)
             self.holder.check_transport()
             if has_proof:
                 for source in sources:

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import json
 import os
 import random
 from collections.abc import AsyncIterator, Iterable
@@ -13,14 +14,21 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from shared.contracts.gps import ReadRequest
 from shared.errors import PivotError
+from shared.weights.mapped_pool import map_view
 from shared.weights.nixl_transport import rdma_devices
 from tests.support.gps_cluster import (
     MODEL_BYTES,
+    SHAPES,
     GpsCluster,
     columns,
+    copied_out,
+    cut_out,
     flat,
     gps_cluster,
+    replicas_of,
+    values,
     write_checkpoint,
 )
 from tests.support.network import why_not
@@ -29,6 +37,7 @@ REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no network namespaces: {REASON}")
 WHOLE, HALF = 4 * MODEL_BYTES, 2 * MODEL_BYTES
 """Memory of a node: for both models and the spare buffer, or for half of them."""
+(DOWN,) = (name for name in SHAPES if "down_proj" in name)
 ROUNDS = int(os.environ.get("PIVOTRL_CHAOS_ROUNDS", "2"))
 SEED = int(os.environ.get("PIVOTRL_CHAOS_SEED", "1"))
 
@@ -50,7 +59,8 @@ async def test_reads_of_any_layout_are_bit_exact_and_writes_flip_once(four: GpsC
     assert (await four.nodes(0)).group_size == 2
     for node in (0, 3):
         assert await four.read(node, "whole") == 0
-        assert await four.read(node, "tp-1", columns(1, 2)) == 0
+        for rank in range(2):
+            assert await four.read(node, f"tp-{rank}", columns(rank, 2)) == 0
         for rank in range(3):
             assert await four.read(node, f"rank-{rank}", flat(rank, 3)) == 0
     transport = (await four.nodes(0)).transport
@@ -69,6 +79,25 @@ async def test_reads_of_any_layout_are_bit_exact_and_writes_flip_once(four: GpsC
     assert await four.read(1, "whole") == 3
     await four.write(4, writers, attempt="b")
     assert {await four.read(node, "tp-1", columns(1, 2)) for node in range(4)} == {4}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_rank_of_columns_takes_one_range_from_each_node_that_has_rows(four: GpsCluster) -> None:
+    node, rank = 1, 1
+    version = (await four.model(node)).version
+    part = next(box for box in columns(rank, 2) if box.tensor == DOWN)
+    before = await four.metrics(node)
+    request = ReadRequest(model="policy", receiver="tp-one", boxes=(part,))
+    async with four.client(node).read(request) as grant:
+        assert DOWN in {name for cut in grant.view.sliced for name in cut.tensors}
+        pool = map_view(grant.view)
+        dense = cut_out(values(DOWN, version), part)
+        assert copied_out(pool, part) == dense
+        stored = pool.raw(DOWN)
+        assert stored[rank * len(dense) :][: len(dense)].tobytes() == dense, "where the engine copies from"
+    after = await four.metrics(node)
+    assert after["pulled_bytes_total"] - before["pulled_bytes_total"] == len(dense) // 2
+    assert after["pulled_ranges_total"] - before["pulled_ranges_total"] == 1
 
 
 async def never(_writer: str) -> None:
@@ -126,6 +155,40 @@ async def test_restart_finds_its_shard_and_a_lost_last_copy_begins_again(tmp_pat
                 await asyncio.sleep(0.05)
         await cluster.write_when_possible(1, node=0)
         assert await cluster.read(1, "whole") == 1
+
+
+async def test_restart_with_other_layouts_keeps_the_version_and_stores_it_anew(tmp_path: Path) -> None:
+    async with gps_cluster(tmp_path, 2, node_bytes=HALF) as cluster:
+        cluster.configure(replicas_of(1))
+        await start_both(cluster)
+        await cluster.write_all(1)
+        await cluster.write_all(2)
+        checksum = (await cluster.model(0)).checksum
+        for node in (0, 1):  # as from before there were slices
+            path = cluster.folder.path / f"gps-n{node}.json"
+            file = json.loads(path.read_text())
+            for entry in file["entries"]:
+                assert entry.pop("sliced") == []
+            path.write_text(json.dumps(file))
+        for number, devices in enumerate((2, 4, 1, 2, 2), 1):
+            for node in (0, 1):
+                cluster.kill(node)
+            cluster.configure(replicas_of(devices))
+            await start_both(cluster)
+            for node in (0, 1):
+                for found in ("policy version 2 found in the pool", "genrm version 0 found in the pool"):
+                    assert cluster.log(node, 1000).count(found) == number
+                for rank in range(devices):
+                    assert await cluster.read(node, f"tp-{rank}", columns(rank, devices)) == 2
+            assert (await cluster.model(1)).checksum == checksum
+        await cluster.write(3, {"rank-0": (0, flat(0, 2)), "rank-1": (1, flat(1, 2))})
+        assert await cluster.read(0, "tp-0", columns(0, 2)) == 3
+
+
+async def start_both(cluster: GpsCluster) -> None:
+    for node in (0, 1):
+        cluster.start(node)
+    await cluster.until_serving(0, 1)
 
 
 async def test_transport_that_is_not_the_configured_one_stops_the_node(tmp_path: Path) -> None:

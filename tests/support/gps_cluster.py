@@ -41,16 +41,18 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "layers.0.down_proj.weight": (768, 192),
     "norm": (192,),
 }
-CUT = {
-    "kind": "cuda",
-    "devices": 4,
-    "rollout_tp": 2,
-    "reward_tp": 2,
-    "split": {"rollout": 2, "reward": 2, "training": 2},
-}
-"""Replicas of two devices read both models by columns, four ranks write the policy."""
 MODEL_BYTES = sum(2 * int(np.prod(shape)) for shape in SHAPES.values())
 TOKEN, PORT, NATS_PORT = "http-token", 8602, 4222
+
+
+def replicas_of(devices: int) -> dict[str, Any]:
+    """The `cluster` section of a run whose replicas of so many devices read both models by columns, and whose
+    four ranks write the policy."""
+    split = dict.fromkeys(("rollout", "reward", "training"), devices)
+    return {"kind": "cuda", "devices": 4, "rollout_tp": devices, "reward_tp": devices, "split": split}
+
+
+HALVES = replicas_of(2)
 
 
 @functools.lru_cache(maxsize=64)
@@ -146,6 +148,12 @@ class GpsCluster:
         self.processes[node] = self.net.start(self.net.space(node), argv, stdout=log, stderr=log, env=env)
         log.close()
 
+    def configure(self, cluster: dict[str, Any]) -> None:
+        """The run's `cluster` section, for nodes that start from now on."""
+        config, endpoints = self.folder.read()
+        changed = config.model_dump(mode="json") | {"cluster": cluster}
+        self.folder.write(RunConfig.model_validate(changed), endpoints)
+
     def kill(self, node: int) -> None:
         process = self.processes.pop(node)
         process.kill()
@@ -167,6 +175,13 @@ class GpsCluster:
         async with httpx.AsyncClient(timeout=5) as http:
             answer = await http.get(f"http://{self.net.address(node)}:{PORT}/v1/nodes")
             return NodesStatus.model_validate(answer.json())
+
+    async def metrics(self, node: int) -> dict[str, float]:
+        """Of `/metrics`, by their names in `gauges`."""
+        async with httpx.AsyncClient(timeout=5) as http:
+            text = (await http.get(f"http://{self.net.address(node)}:{PORT}/metrics")).text
+        lines = (line.split() for line in text.splitlines() if not line.startswith("#"))
+        return {name.removeprefix("pivotrl_gps_"): float(value) for name, value in lines}
 
     async def until_serving(self, *nodes: int, within_s: float = 40.0) -> None:
         """Every one of `nodes` serves, and says so of all of them."""
@@ -253,8 +268,11 @@ class GpsCluster:
 
 
 @contextlib.asynccontextmanager
-async def gps_cluster(folder: Path, nodes: int, *, node_bytes: int, **gps: Any) -> AsyncIterator[GpsCluster]:
-    """`nodes` machines with a broker; no node is started. `gps` are keys of the gps section."""
+async def gps_cluster(
+    folder: Path, nodes: int, *, node_bytes: int, policy: Path | None = None, **gps: Any
+) -> AsyncIterator[GpsCluster]:
+    """`nodes` machines with a broker; no node is started. `policy` is the folder of another policy than that
+    of `write_checkpoint`; `gps` are keys of the gps section."""
     run = f"gps{uuid4().hex[:8]}"
     write_checkpoint(folder / "model")
     run_folder = RunFolder(folder / "run")
@@ -274,8 +292,8 @@ async def gps_cluster(folder: Path, nodes: int, *, node_bytes: int, **gps: Any) 
         config = RunConfig.model_validate(
             {
                 "run": {"name": run, "folder": str(run_folder.path)},
-                "models": {"policy": str(folder / "model"), "genrm": str(folder / "model")},
-                "cluster": CUT,
+                "models": {"policy": str(policy or folder / "model"), "genrm": str(folder / "model")},
+                "cluster": HALVES,
                 "gps": settings,
             }
         )

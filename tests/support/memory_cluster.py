@@ -24,7 +24,7 @@ from shared.runtime.run_folder import Endpoints, RunFolder
 from shared.weights.gps_client import GpsClient
 from shared.weights.memory_transport import MemoryTransport
 from shared.weights.ports import Transport
-from tests.support.gps_cluster import CUT, TOKEN, write_checkpoint
+from tests.support.gps_cluster import HALVES, TOKEN, write_checkpoint
 
 
 class MemoryCluster:
@@ -32,7 +32,7 @@ class MemoryCluster:
 
     def __init__(self, folder: RunFolder, make: Callable[[str], Transport], settings: dict[str, Any]) -> None:
         self.folder, self.bus = folder, MemoryBus()
-        self.cut: dict[str, Any] = CUT
+        self.cut = HALVES
         """The run's `cluster` section for nodes that start from now on."""
         self.run = f"mem{uuid4().hex[:8]}"
         self.services: dict[int, ClusterService] = {}
