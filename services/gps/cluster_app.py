@@ -35,10 +35,10 @@ from shared.layout.transfer_plan import Link
 from shared.runtime.config import DTYPE, GpsSection
 from shared.runtime.models import model_folder
 from shared.weights.host_pool import HostPool, remove_leftovers
-from shared.weights.nixl_transport import NixlTransport
 from shared.weights.peer_links import PeerLinks
 from shared.weights.ports import Transport
 from shared.weights.seed import plan_seed
+from shared.weights.transports import TransportKind, open_transport
 from shared.weights.ucx import LaneLog, check_lanes, set_environment
 
 NODE_LINK = Link(bandwidth_bytes_per_s=12.5e9, overhead_s=2e-5)
@@ -75,10 +75,8 @@ async def open_cluster(
     if make is None:
         set_environment(config.transport, address, log_file)
     agent = f"{ctx.config.run.name}/gps-{ctx.node}/{incarnation}"
-    needs_rdma = config.transport == "rdma"
-    links = PeerLinks(
-        lambda: make(agent) if make else NixlTransport(agent, require_rdma=needs_rdma), f"gps-{ctx.node}"
-    )
+    kind: TransportKind = "rdma" if config.transport == "rdma" else "nixl"
+    links = PeerLinks(lambda: make(agent) if make else open_transport(kind, agent), f"gps-{ctx.node}")
     await links.start()
     ctx.exits.push_async_callback(_close, links, ctx)
     ctx.log.info("%s; gps.transport is %s", await links.explain(), config.transport)

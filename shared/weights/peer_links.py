@@ -23,7 +23,7 @@ from shared.weights.ports import Descriptors, Memory, Operation, Transport
 
 T = TypeVar("T")
 _CALL_DEADLINE_S, _REGISTER_DEADLINE_S = 20.0, 600.0
-_LOOK_S, _PAUSE_S = 2e-3, 100e-6
+_LOOK_S, _FIRST_PAUSE_S, _LAST_PAUSE_S = 5e-3, 20e-6, 1e-3
 MAX_LISTS = 256
 """Prepared lists kept, the latest used."""
 
@@ -58,6 +58,7 @@ class _Copy:
 @dataclass(slots=True, eq=False)
 class _Batch:
     copies: list[_Copy] = field(default_factory=list)
+    pause_s: float = _FIRST_PAUSE_S
 
 
 class PeerLinks:
@@ -171,7 +172,8 @@ class PeerLinks:
                 self._live().release(descriptors)
 
     def _look(self, batch: _Batch) -> bool:
-        """Looks again and again, for a moment: whether all copies are done."""
+        """Looks again and again, for a moment: whether all copies are done. The longer they take, the rarer:
+        what has arrived since the last look is then taken in larger pieces."""
         until_s = self._now_s() + _LOOK_S
         while True:
             for copy in batch.copies:
@@ -183,7 +185,8 @@ class PeerLinks:
                 return True
             if self._now_s() >= until_s:
                 return False
-            time.sleep(_PAUSE_S)
+            time.sleep(batch.pause_s)
+            batch.pause_s = min(2 * batch.pause_s, _LAST_PAUSE_S)
 
     def _give_up(self, batch: _Batch) -> None:
         for agent in {copy.pull.peer.agent for copy in batch.copies if not copy.is_done}:

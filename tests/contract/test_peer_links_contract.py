@@ -2,8 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from uuid import uuid4
 
 import numpy as np
@@ -13,9 +14,9 @@ from shared.contracts.gps import PeerInfo
 from shared.errors import DeadlineExceeded, TransportError
 from shared.weights.host_pool import HostPool
 from shared.weights.memory_transport import MemoryTransport
-from shared.weights.nixl_transport import NixlTransport
 from shared.weights.peer_links import PeerLinks, Pull
-from shared.weights.ports import Operation, Transport, memory_of
+from shared.weights.ports import Operation, memory_of
+from shared.weights.transports import open_transport
 
 SIZE = 1 << 18
 
@@ -35,11 +36,11 @@ class Reader:
         return Pull(self.infos[store], f"pool-{store}", spans, "landing", target, key)
 
 
-@pytest.fixture(params=[MemoryTransport, NixlTransport], ids=["memory", "nixl"])
+@pytest.fixture(params=["memory", "nixl"])
 async def reader(request: pytest.FixtureRequest) -> AsyncIterator[Reader]:
-    make: Callable[[str], Transport] = request.param
-    if make is NixlTransport:
+    if request.param == "nixl":
         pytest.importorskip("nixl._api")
+    make = partial(open_transport, request.param)
     host = HostPool(run=f"links{os.getpid()}", node=0, budget_bytes=1 << 24)
     name = uuid4().hex[:6]
     made = Reader(PeerLinks(lambda: make(f"reader-{name}"), "reader"), np.zeros(SIZE, np.uint8))

@@ -1,4 +1,5 @@
-"""What every transport must do; run on the in-memory one and on NIXL over UCX with host memory."""
+"""What every transport must do; run on the in-memory one, and on NIXL over UCX with host memory: of two
+agents, and of one."""
 
 import contextlib
 import os
@@ -17,6 +18,7 @@ from shared.weights.host_pool import HostPool
 from shared.weights.memory_transport import MemoryTransport
 from shared.weights.nixl_transport import NixlTransport
 from shared.weights.ports import Descriptors, Memory, Transport, memory_of
+from shared.weights.split_transport import SplitTransport
 from shared.weights.transports import open_transport
 
 SIZE = 1 << 20
@@ -31,6 +33,12 @@ def make_nixl(name: str) -> Transport:
     return open_transport("nixl", name)
 
 
+def make_one_agent(name: str) -> Transport:
+    """As where RDMA carries the bytes."""
+    pytest.importorskip("nixl._api")
+    return NixlTransport(name)
+
+
 @dataclass
 class Ends:
     """`store` owns the pool region "pool" (bytes 0..250 repeating); `peer` has "staging", zeroed, and knows
@@ -43,7 +51,7 @@ class Ends:
     make: Callable[[str], Transport]
 
 
-@pytest.fixture(params=[make_memory, make_nixl], ids=["memory", "nixl"])
+@pytest.fixture(params=[make_memory, make_nixl, make_one_agent], ids=["memory", "nixl", "one agent"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     make: Callable[[str], Transport] = request.param
     host = HostPool(run=f"contract{os.getpid()}", node=0, budget_bytes=1 << 26)
@@ -315,4 +323,18 @@ def test_nixl_between_processes_and_a_peer_that_dies_is_an_error() -> None:
 def test_transport_that_must_have_rdma_refuses_a_node_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.weights.nixl_transport.rdma_devices", lambda: ())
     with pytest.raises(TransportError, match="no RDMA device"):
-        NixlTransport("a", require_rdma=True)
+        open_transport("rdma", "a")
+
+
+def test_memory_is_registered_with_both_agents_or_with_none() -> None:
+    serving, pulling = MemoryTransport("a"), MemoryTransport("a/pull")
+    split, memory = SplitTransport(serving, pulling), memory_of(np.zeros(8, np.uint8))
+    pulling.register("x", memory)
+    with pytest.raises(TransportError, match="registered already"):
+        split.register("x", memory)
+    assert split.describe().regions == ()
+    pulling.unregister("x")
+    split.register("x", memory)
+    assert [len(side.describe().regions) for side in (serving, pulling)] == [1, 1]
+    split.unregister("x")
+    assert [len(side.describe().regions) for side in (serving, pulling)] == [0, 0]

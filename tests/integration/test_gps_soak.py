@@ -2,6 +2,7 @@
 
 import gc
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,8 @@ from shared.contracts.gps import ReadRequest, TensorBox, WriteCommit, WriteReque
 from shared.weights.checksum import checksum_bytes
 from shared.weights.gps_client import GpsClient
 from shared.weights.mapped_pool import map_view
-from shared.weights.nixl_transport import NixlTransport
 from shared.weights.pool_reader import PoolReader
+from shared.weights.transports import open_transport
 from tests.integration.test_gps_service import SHAPES, Running, running
 from tests.support.gps_cluster import MODEL_BYTES, columns
 from tests.support.memory_cluster import memory_cluster
@@ -65,7 +66,9 @@ async def test_a_thousand_cycles_of_one_node_leave_nothing_behind(running: Runni
 
 async def test_cycles_over_nixl_keep_registrations_lists_and_files(tmp_path: Path) -> None:
     me = psutil.Process(os.getpid())
-    async with memory_cluster(tmp_path, 2, node_bytes=2 * MODEL_BYTES, make=NixlTransport) as cluster:
+    async with memory_cluster(
+        tmp_path, 2, node_bytes=2 * MODEL_BYTES, make=partial(open_transport, "nixl")
+    ) as cluster:
 
         async def one(version: int) -> None:
             client = cluster.clients[version % 2]
