@@ -1,14 +1,21 @@
-"""A second process that offers one pool region over NIXL: the other node. `python nixl_peer.py VIEW_JSON`
+"""Raw NIXL between two processes.
 
-Prints its `PeerInfo` as a line of JSON, and lives until its input ends.
+    python nixl_peer.py offer VIEW_JSON     offers a pool region: prints its `PeerInfo` as a line of JSON
+    python nixl_peer.py take                reads a `PeerInfo`, then for each further line, a number of bytes,
+                                            those in one descriptor: prints the seconds it took
+
+Both live until their input ends. An address and a folder for UCX's log may follow: then UCX is set up as the
+service does for TCP, on the interface of that address.
 """
 
 import contextlib
 import itertools
+import json
 import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +28,7 @@ from shared.layout.spans import Spans
 from shared.weights.mapped_pool import map_view
 from shared.weights.nixl_transport import NixlTransport
 from shared.weights.ports import Descriptors, memory_of
+from shared.weights.ucx import set_environment
 
 DEADLINE_S = 60.0
 _NUMBERS = itertools.count()
@@ -40,7 +48,7 @@ class NixlLink:
         if tls:  # other interfaces may come and go while this runs
             os.environ |= {"UCX_TLS": tls, "UCX_NET_DEVICES": "lo"}
         self._peer = subprocess.Popen(
-            [sys.executable, __file__, view.model_dump_json()],
+            [sys.executable, __file__, "offer", view.model_dump_json()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -78,14 +86,46 @@ def nixl_link(view: PoolView, target: np.ndarray, tls: str = "") -> Iterator[Nix
         link.close()
 
 
-def main() -> None:
-    view = PoolView.model_validate_json(sys.argv[1])
+def offer(view: PoolView) -> None:
     pool = map_view(view, writable=True)
     transport = NixlTransport(f"store-{os.getpid()}")
     transport.register("pool", memory_of(pool.memory, view.path))
     print(transport.describe().model_dump_json(), flush=True)
     sys.stdin.read()
     transport.close()
+
+
+def take() -> None:
+    quiet()
+    peer = PeerInfo.model_validate_json(sys.stdin.readline())
+    target = np.ones(peer.regions[0].nbytes, np.uint8)
+    transport = NixlTransport(f"reader-{os.getpid()}", has_progress_thread=False)
+    transport.register("target", memory_of(target))
+    transport.connect(peer)
+    known: dict[int, tuple[Descriptors, Descriptors]] = {}
+    for line in sys.stdin:
+        nbytes = int(line)
+        if nbytes not in known:
+            one = np.array([[0, nbytes]], np.int64)
+            here = transport.prepare_local("target", one)
+            known[nbytes] = here, transport.prepare_remote(peer.agent, "pool", one)
+        ends = known[nbytes]
+        begin = time.perf_counter()
+        transport.wait(transport.read(*ends), DEADLINE_S)
+        print(json.dumps(time.perf_counter() - begin), flush=True)
+    transport.close()
+
+
+def main() -> None:
+    what, *words = sys.argv[1:]
+    view = PoolView.model_validate_json(words.pop(0)) if what == "offer" else None
+    if words:
+        address, folder = words
+        set_environment("tcp", address, Path(folder) / f"ucx-raw-{os.getpid()}.log")
+    if view is not None:
+        offer(view)
+    else:
+        take()
 
 
 if __name__ == "__main__":
