@@ -71,7 +71,8 @@ class VersionCommit(Message):
 
 
 class DescribePeer(Message):
-    """gps → gps node: answer with your `PeerInfo`. `digest` is that of the asker's tensors."""
+    """gps → gps node: answer with your `PeerInfo`. `digest` is of the asker's tensors and how it stores them:
+    with another one no bytes may move, since each side works out where they lie."""
 
     node: int
     digest: str = ""

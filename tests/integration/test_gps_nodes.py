@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
 
-from shared.contracts.gps import ReadRequest
+from shared.contracts.gps import ReadRequest, ReceiverRequest
 from shared.errors import PivotError
+from shared.weights.loader_map import LoaderMap
 from shared.weights.mapped_pool import map_view
 from shared.weights.nixl_transport import rdma_devices
 from tests.support.gps_cluster import (
@@ -98,6 +100,38 @@ async def test_a_rank_of_columns_takes_one_range_from_each_node_that_has_rows(fo
     after = await four.metrics(node)
     assert after["pulled_bytes_total"] - before["pulled_bytes_total"] == len(dense) // 2
     assert after["pulled_ranges_total"] - before["pulled_ranges_total"] == 1
+
+
+class DownProjection(torch.nn.Module):
+    """What an engine keeps of the weight on rank `rank` of 2."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        rows, columns = SHAPES[DOWN]
+        self.columns = slice(rank * columns // 2, (rank + 1) * columns // 2)
+        shape = (rows, columns // 2)
+        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == DOWN:
+                self.weight.data.copy_(tensor[:, self.columns])
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_loader_map_copies_its_values_out_of_the_landing_buffer(four: GpsCluster) -> None:
+    version = (await four.model(2)).version
+    status = await four.client(2).register("map", ReceiverRequest(model="policy"))
+    assert status.view is not None
+    for rank in range(2):
+        loader_map = LoaderMap.record(DownProjection(rank), status.view.tensors)
+        request = ReadRequest(model="policy", receiver="map", boxes=loader_map.boxes())
+        live = torch.zeros(loader_map.parameters["weight"].shape, dtype=torch.bfloat16)
+        async with four.client(2).read(request) as grant:
+            read_bytes = loader_map.apply(map_view(grant.view).tensors, {"weight": live})
+        (part,) = (box for box in columns(rank, 2) if box.tensor == DOWN)
+        assert read_bytes == live.nbytes
+        assert live.view(torch.uint8).numpy().tobytes() == cut_out(values(DOWN, version), part)
 
 
 async def never(_writer: str) -> None:
