@@ -203,10 +203,10 @@ def rates(marks: Any, tokens: list[float], over_s: float = 10.0) -> tuple[list[f
     return at, found
 
 
-def window(scenario: str, out: Path, training: int | None) -> None:
+def window(scenario: str, mode: str, out: Path, training: int | None) -> None:
     speeds, shifts = [], []
     for window_s in WINDOWS_S:
-        row = describe(run(scenario, "pivot", Options(planner=PlannerConfig(window_s=window_s)), training))
+        row = describe(run(scenario, mode, Options(planner=PlannerConfig(window_s=window_s)), training))
         speeds.append(row["throughput_tokens_per_s"])
         shifts.append(row["shifts_per_step"])
         print(json.dumps({"window_s": window_s, "tokens_per_s": speeds[-1], "shifts_per_step": shifts[-1]}))
@@ -216,7 +216,7 @@ def window(scenario: str, out: Path, training: int | None) -> None:
         axis.set_xticks(range(len(WINDOWS_S)), [f"{w:g}" for w in WINDOWS_S])
         axis.set_xlabel("H, s")
         axis.set_ylabel(name)
-    save(figure, out / "sim-window.png")
+    save(figure, out / ("sim-window.png" if mode == "pivot" else f"sim-window-{mode}.png"))
 
 
 def save(figure: Any, path: Path) -> None:
@@ -230,6 +230,7 @@ def main() -> None:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--rows", type=Path, nargs="+", default=[])
     parser.add_argument("--scenario", default="group2")
+    parser.add_argument("--mode", default="pivot", help="of window")
     parser.add_argument("--training", type=int, help="training devices of pivot, instead of the paper's")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -246,7 +247,7 @@ def main() -> None:
         case "timeline":
             timeline(options.scenario, options.out, options.training)
         case "window":
-            window(options.scenario, options.out, options.training)
+            window(options.scenario, options.mode, options.out, options.training)
 
 
 if __name__ == "__main__":

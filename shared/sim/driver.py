@@ -13,10 +13,9 @@ A shift: leaving replicas are emptied (each abort confirmed), sleep; then the ne
 sequences.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from math import inf
 
 from shared.errors import PivotError
 from shared.ids import ReplicaId, Role, SequenceId, sample_id
@@ -35,29 +34,16 @@ from shared.planning.policies import make_policy
 from shared.planning.workload import TrainingActivity, TrainingState, WorkloadState
 from shared.scheduling.config import SchedulerConfig
 from shared.scheduling.scheduler import Scheduler
-from shared.scheduling.sequence import (
-    FINISHED,
-    AbortSequence,
-    Rebalance,
-    ReplicaDied,
-    ReplicaProgressed,
-    ReplicaShiftingDown,
-    ReplicasShiftedUp,
-    RunSequence,
-    SchedulerEffect,
-    SchedulerEvent,
-    SequenceAborted,
-    SequenceFinished,
-    SequencesRetired,
-    SequenceSubmitted,
-)
+from shared.scheduling.sequence import Rebalance, ReplicaShiftingDown, SequenceSubmitted
 from shared.scheduling.staleness import num_issuable, sample_staleness
-from shared.sim.cluster import Engine, EngineModel, Usage
+from shared.sim.cluster import EngineModel
 from shared.sim.faults import FaultDraws
 from shared.sim.kernel import DECIDE, REPORT, EventQueue
 from shared.sim.modes import Mode, RoleCosts, planner_config, start_of, training_shift_s
+from shared.sim.replicas import Replicas
 from shared.sim.run import GENERATING, Account, Options, RunResult, TimelinePoint
 from shared.sim.scenarios import Scenario, Shares
+from shared.sim.training import Training
 from shared.sim.workload import Sample
 
 FIXED_REPORT_S = 15.0
@@ -134,31 +120,40 @@ class Simulation:
         }
         self.staleness = 0 if mode.is_synchronous else scenario.staleness
         self.queue = EventQueue()
-        self.engines: dict[ReplicaId, Engine] = {}
         self._role_of = {slot.id: slot.role for slot in self.cluster.slots}
+        self._draws = FaultDraws(options.faults)
+        self.replicas = Replicas(
+            self.queue,
+            self.engine_models,
+            self.schedulers,
+            self._role_of,
+            self._draws,
+            self,
+            abort_s=scenario.abort_s,
+        )
+        self.training = Training(
+            scenario,
+            shares.training,
+            self._batches,
+            micro_batches=None if mode.is_synchronous else options.micro_batches,
+            is_dedicated=mode.is_fixed,
+        )
         self._samples: dict[SequenceId, Sample] = {}
-        self._wake_s: dict[ReplicaId, float] = {}
-        self._dirty: dict[ReplicaId, None] = {}
-        self._usage = {role: Usage() for role in GENERATING}
-        self.version = self.num_issued = self.num_trained = 0
-        self._missing = [work.batch_samples] * total
+        self.version = self.num_issued = 0
         self._issued_at: dict[SequenceId, int] = {}
         self.max_staleness = 0
-        self._training_since_s: float | None = None
         self._holds_since_s = 0.0
-        self._training_active_s = self._training_holds_s = self._shifting_device_s = 0.0
+        self._training_holds_s = self._shifting_device_s = 0.0
         self._shift: _Shift | None = None
         self._settled_s = 0.0
-        self._num_shifts = self._num_moves = 0
+        self._num_shifts = 0
         self._is_deciding = False
-        self._step_ends_s: list[float] = []
         self._decide_ms: list[float] = []
         self._plans: list[PlanRecord] = []
         self._timeline: list[TimelinePoint] = []
         self._start_account: Account | None = None
-        self._draws = FaultDraws(options.faults)
         self.num_deaths = self.num_failed_shifts = 0
-        self._awaken(sorted(start.active))
+        self.replicas.awaken(sorted(start.active))
 
     # The run
 
@@ -170,18 +165,18 @@ class Simulation:
             self.queue.after(FIXED_REPORT_S, self._report_for_ever, REPORT)
         else:
             self._decide_for_ever()
-        self._flush()
+        self.replicas.flush()
         if self.options.warmup_steps == 0:
             self._start_account = self._account()
         last_progress = (0, 0.0)
-        while self.num_trained < self.options.num_steps:
+        while self.training.num_trained < self.options.num_steps:
             if not self.queue.advance():
                 raise PivotError(f"{self.mode.name} stands still at {self.queue.now_s:.1f} s")
-            self._flush()
+            self.replicas.flush()
             if self.options.on_event:
                 self.options.on_event(self)
-            if self.num_trained != last_progress[0]:
-                last_progress = (self.num_trained, self.queue.now_s)
+            if self.training.num_trained != last_progress[0]:
+                last_progress = (self.training.num_trained, self.queue.now_s)
             elif self.queue.now_s - last_progress[1] > 1e5:
                 raise PivotError(
                     f"{self.mode.name} {self.shares}: no step ends after {last_progress[1]:.0f} s; "
@@ -199,13 +194,13 @@ class Simulation:
             self._account(),
             self.engine_models,
             [sample for batch in self._batches[first:last] for sample in batch],
-            self._step_ends_s,
+            self.training.step_ends_s,
             self._timeline,
             self._decide_ms,
             self._plans,
             self.max_staleness,
             self.queue.num_done,
-            self._num_moves,
+            self.replicas.num_moves,
             self.num_deaths,
             self.num_failed_shifts,
         )
@@ -222,192 +217,82 @@ class Simulation:
             for k in range(group):
                 sequence = sample_id(prompt_index, k)
                 sample = self._samples[sequence] = self._batches[batch][first + k]
-                self._feed(
-                    Role.ROLLOUT, SequenceSubmitted(sequence, sample.prompt, self._max_new[Role.ROLLOUT])
-                )
+                submitted = SequenceSubmitted(sequence, sample.prompt, self._max_new[Role.ROLLOUT])
+                self.replicas.feed(Role.ROLLOUT, submitted)
             self.num_issued += group
 
-    def _target(self, role: Role, sequence: SequenceId) -> int:
+    def num_tokens_of(self, role: Role, sequence: SequenceId) -> int:
         sample = self._samples[sequence]
         return sample.response if role is Role.ROLLOUT else sample.verdict
 
-    def _on_finished(self, role: Role, sequence: SequenceId) -> None:
+    def on_started(self, role: Role, sequence: SequenceId) -> None:
+        if role is Role.ROLLOUT:
+            self._issued_at.setdefault(sequence, self.version)
+
+    def on_finished(self, role: Role, sequence: SequenceId) -> None:
         sample = self._samples[sequence]
         if role is Role.ROLLOUT:
             prompt = sample.prompt + sample.response + self.scenario.workload.template_tokens
-            self._feed(Role.REWARD, SequenceSubmitted(sequence, prompt, self._max_new[Role.REWARD]))
+            submitted = SequenceSubmitted(sequence, prompt, self._max_new[Role.REWARD])
+            self.replicas.feed(Role.REWARD, submitted)
             return
         del self._samples[sequence]
-        batch = int(sequence.split(".", 1)[0]) // self.scenario.workload.prompts_per_step
-        self._missing[batch] -= 1
+        prompt_index = int(sequence.split(".", 1)[0])
+        batch = prompt_index // self.scenario.workload.prompts_per_step
         staleness = sample_staleness(batch, self._issued_at.pop(sequence))
         assert staleness <= self.staleness, (sequence, staleness)
         self.max_staleness = max(self.max_staleness, staleness)
-        if self._missing[batch] == 0 and batch == self.num_trained:
+        self.training.scored(prompt_index)
+        if batch == self.training.num_trained and self._is_batch_ready:
             self._maybe_train()
             self._decide_soon()
 
-    # Schedulers and engines
-
-    def _feed(self, role: Role, event: SchedulerEvent) -> None:
-        self._carry_out(role, self.schedulers[role].step(event, self.queue.now_s))
-
-    def _carry_out(self, role: Role, effects: list[SchedulerEffect]) -> None:
-        scheduler = self.schedulers[role]
-        for effect in effects:
-            engine = self.engines[effect.replica]
-            engine.advance(self.queue.now_s)
-            self._dirty[effect.replica] = None
-            match effect:
-                case RunSequence(_, sequence, attempt):
-                    state = scheduler.sequence(sequence)
-                    assert state is not None
-                    generated = state.generated_tokens
-                    engine.run(
-                        sequence, attempt, state.length, generated, self._target(role, sequence) - generated
-                    )
-                    if role is Role.ROLLOUT:
-                        self._issued_at.setdefault(sequence, self.version)
-                case AbortSequence(replica, sequence, attempt):
-                    self._num_moves += 1
-                    self._abort(role, replica, sequence, attempt)
-
-    def _abort(self, role: Role, replica: ReplicaId, sequence: SequenceId, attempt: int) -> None:
-        stopped = self.engines[replica].abort(sequence)
-        if stopped is None:  # it has finished, and that report is on its way
-            return
-        event = SequenceAborted(sequence, replica, attempt, stopped[1])
-        for delay_s in self._draws.deliveries_s():
-            self.queue.after(self.scenario.abort_s + delay_s, partial(self._confirm, role, event))
-
-    def _confirm(self, role: Role, event: SequenceAborted) -> None:
-        self._feed(role, event)
+    def on_stopped(self) -> None:
         self._check_emptied()
 
-    def _awaken(self, replicas: Iterable[ReplicaId]) -> None:
-        by_role: dict[Role, list[tuple[ReplicaId, int]]] = {}
-        for replica in replicas:
-            role = self._role_of[replica]
-            model = self.engine_models[role]
-            self.engines[replica] = Engine(model, self.queue.now_s)
-            by_role.setdefault(role, []).append((replica, model.kv_capacity_tokens))
-        for role, awake in by_role.items():
-            self._feed(role, ReplicasShiftedUp(tuple(awake)))
-
-    def _remove(self, replica: ReplicaId) -> None:
-        engine = self.engines.pop(replica, None)
-        if engine is None:  # it died
-            return
-        engine.advance(self.queue.now_s)
-        self._usage[self._role_of[replica]].add(engine.usage)
-        self._wake_s.pop(replica, None)
-        self._dirty.pop(replica, None)
-
-    def _flush(self) -> None:
-        """Set the next event of every engine that something happened to."""
-        for replica in self._dirty:
-            engine = self.engines[replica]
-            due_s = engine.next_event_s()
-            if due_s != self._wake_s.get(replica):
-                self._wake_s[replica] = due_s
-                if due_s < inf:
-                    self.queue.at(due_s, self._waker(replica, due_s))
-        self._dirty.clear()
-
-    def _waker(self, replica: ReplicaId, due_s: float) -> Callable[[], None]:
-        def wake() -> None:
-            if self._wake_s.get(replica) == due_s:
-                del self._wake_s[replica]
-                self._settle(replica)
-
-        return wake
-
-    def _settle(self, replica: ReplicaId) -> None:
-        role, engine = self._role_of[replica], self.engines[replica]
-        engine.advance(self.queue.now_s)
-        self._dirty[replica] = None
-        for sequence, attempt, total in engine.settle():
-            event = SequenceFinished(sequence, replica, attempt, total)
-            for delay_s in self._draws.deliveries_s():
-                if delay_s:
-                    self.queue.after(delay_s, partial(self._finish, role, event))
-                else:
-                    self._finish(role, event)
-
-    def _finish(self, role: Role, event: SequenceFinished) -> None:
-        self._feed(role, event)
-        state = self.schedulers[role].sequence(event.sequence)
-        if state is not None and state.place is FINISHED:
-            self._feed(role, SequencesRetired((event.sequence,)))
-            self._on_finished(role, event.sequence)
+    def on_reported_end(self, role: Role) -> None:
         self._check_emptied()
-        if not self.mode.is_fixed and self._is_role_empty(role):
+        if not self.mode.is_fixed and self.schedulers[role].num_unfinished == 0:
             self._decide_soon()
 
-    def _is_role_empty(self, role: Role) -> bool:
-        return self.schedulers[role].num_unfinished == 0
-
-    def _report(self) -> None:
-        for replica, engine in list(self.engines.items()):
-            engine.advance(self.queue.now_s)
-            if engine.num_sequences:
-                event = ReplicaProgressed(replica, tuple(engine.progress()))
-                for delay_s in self._draws.deliveries_s():
-                    if delay_s:
-                        self.queue.after(delay_s, partial(self._feed, self._role_of[replica], event))
-                    else:
-                        self._feed(self._role_of[replica], event)
-
-    def _report_for_ever(self) -> None:
-        self._report()
-        self._mark()
-        self.queue.after(FIXED_REPORT_S, self._report_for_ever, REPORT)
-
     # Training
-
-    @property
-    def _is_batch_ready(self) -> bool:
-        return self._training_since_s is None and self._missing[self.num_trained] == 0
 
     def _maybe_train(self) -> None:
         shift = self._shift
         is_leaving = shift is not None and shift.plan.training_down
-        if not self._is_batch_ready or is_leaving or not self.policy.allocation.training_holds:
+        if is_leaving or not self.policy.allocation.training_holds or not self._is_batch_ready:
             return
-        samples = self._batches[self.num_trained]
-        tokens = sum(s.prompt + s.response for s in samples)
-        seconds = self.scenario.training_fixed_s + self.scenario.policy.training_s(
-            self.scenario.device, self.shares.training, tokens
-        )
-        self._training_since_s = self.queue.now_s
+        seconds = self.training.begin(self.queue.now_s)
         self._mark()
         self.queue.after(seconds, self._end_training)
 
+    @property
+    def _is_batch_ready(self) -> bool:
+        return self.training.is_ready(self.replicas.num_unfinished)
+
     def _end_training(self) -> None:
-        assert self._training_since_s is not None
-        self._training_active_s += self.queue.now_s - self._training_since_s
-        self._training_since_s = None
-        self.num_trained += 1
-        self._step_ends_s.append(self.queue.now_s)
+        is_step = self.training.end(self.queue.now_s)
         self._mark()
-        if self.num_trained == self.options.warmup_steps:
-            self._start_account = self._account()
-        self.queue.after(self._write_s, self._publish)
+        if is_step:
+            if self.training.num_trained == self.options.warmup_steps:
+                self._start_account = self._account()
+            self.queue.after(self._write_s, self._publish)
         self._maybe_train()
         self._decide_soon()
 
     def _publish(self) -> None:
         """The new version is committed: active rollout replicas read it, and more may be issued."""
         self.version += 1
-        for replica, engine in self.engines.items():
-            if self._role_of[replica] is Role.ROLLOUT:
-                engine.advance(self.queue.now_s)
-                engine.refresh(self._read_s[Role.ROLLOUT])
-                self._dirty[replica] = None
+        self.replicas.refresh(Role.ROLLOUT, self._read_s[Role.ROLLOUT])
         self._issue()
         self._decide_soon()
 
     # Decisions and shifts
+
+    def _report_for_ever(self) -> None:
+        self.replicas.report()
+        self._mark()
+        self.queue.after(FIXED_REPORT_S, self._report_for_ever, REPORT)
 
     def _decide_for_ever(self) -> None:
         self._decide()
@@ -423,18 +308,19 @@ class Simulation:
         self._is_deciding = False
         if self.policy.in_flight is not None or self.queue.now_s < self._settled_s:
             return
-        self._report()
+        self.replicas.report()
         if self.mode.rebalance:
             for role in GENERATING:
-                self._feed(role, Rebalance())
+                self.replicas.feed(role, Rebalance())
         self._mark()
-        activity = TrainingActivity.DONE if self.num_trained else TrainingActivity.IDLE
-        if self._training_since_s is not None:
+        num_trained = self.training.num_trained
+        activity = TrainingActivity.DONE if num_trained else TrainingActivity.IDLE
+        if self.training.is_active:
             activity = TrainingActivity.ACTIVE
         state = WorkloadState(
             self.schedulers[Role.ROLLOUT].load(),
             self.schedulers[Role.REWARD].load(),
-            TrainingState(activity, self._is_batch_ready, is_publishing=self.version < self.num_trained),
+            TrainingState(activity, self._is_batch_ready, is_publishing=self.version < num_trained),
         )
         timer = self.options.timer
         before = timer() if timer else 0.0
@@ -457,7 +343,7 @@ class Simulation:
         self._shift = _Shift(plan, self.queue.now_s, leaving)
         for role, replicas in leaving.items():
             if replicas:
-                self._feed(role, ReplicaShiftingDown(replicas))
+                self.replicas.feed(role, ReplicaShiftingDown(replicas))
         self._check_emptied()
 
     def _check_emptied(self) -> None:
@@ -471,7 +357,7 @@ class Simulation:
         down_s = 0.0
         for role, replicas in shift.leaving.items():
             for replica in replicas:
-                self._remove(replica)
+                self.replicas.remove(replica)
             if replicas:
                 seconds = self._costs[role].shift_down_s
                 shift.durations[role, Direction.DOWN] = now_s - shift.began_s + seconds
@@ -506,7 +392,7 @@ class Simulation:
         assert shift is not None
         self._shift = None
         self._num_shifts += 1
-        self._awaken(shift.plan.up_replicas)
+        self.replicas.awaken(shift.plan.up_replicas)
         if shift.plan.training_up:
             self._holds_since_s = self.queue.now_s
         self.policy.step(ShiftCompleted(shift.plan.id, shift.durations), self.queue.now_s)
@@ -528,20 +414,20 @@ class Simulation:
         self.queue.after(self._draws.next_s(rate), partial(self._die_for_ever, rate, die))
 
     def _kill_one(self) -> None:
-        if self.engines:
-            self._kill(sorted(self.engines)[self._draws.below(len(self.engines))])
+        awake = sorted(self.replicas.engines)
+        if awake:
+            self._kill(awake[self._draws.below(len(awake))])
 
     def _kill_node(self) -> None:
         size = self.options.faults.devices_per_node
         node = self._draws.below(-(-self.scenario.num_devices // size))
-        for replica in sorted(self.engines):
+        for replica in sorted(self.replicas.engines):
             if any(device // size == node for device in self.cluster.slot(replica).devices):
                 self._kill(replica)
 
     def _kill(self, replica: ReplicaId) -> None:
         self.num_deaths += 1
-        self._remove(replica)
-        self._feed(self._role_of[replica], ReplicaDied(replica))
+        self.replicas.kill(replica)
         self._check_emptied()
         self.queue.after(self.options.faults.restart_s, partial(self._restart, replica))
 
@@ -549,49 +435,35 @@ class Simulation:
         """A replica that still holds its devices comes back; one that left meanwhile stays asleep."""
         shift = self._shift
         is_leaving = shift is not None and replica in shift.plan.down_replicas
-        if replica in self.policy.allocation.active and replica not in self.engines and not is_leaving:
-            self._awaken([replica])
+        is_dead = replica not in self.replicas.engines
+        if is_dead and replica in self.policy.allocation.active and not is_leaving:
+            self.replicas.awaken([replica])
 
     # Accounts
-
-    def _totals(self) -> dict[Role, Usage]:
-        totals = {role: replace(usage) for role, usage in self._usage.items()}
-        for replica, engine in self.engines.items():
-            engine.advance(self.queue.now_s)
-            totals[self._role_of[replica]].add(engine.usage)
-        return totals
 
     def _account(self) -> Account:
         holds_s = self._training_holds_s
         is_down = self._shift is not None and self._shift.is_emptied and self._shift.plan.training_down
         if self.policy.allocation.training_holds and not is_down:
             holds_s += self.queue.now_s - self._holds_since_s
-        active_s = self._training_active_s
-        if self._training_since_s is not None:
-            active_s += self.queue.now_s - self._training_since_s
         return Account(
             self.queue.now_s,
-            self._totals(),
-            active_s,
+            self.replicas.usage(),
+            self.training.active_s(self.queue.now_s),
             holds_s,
             self._shifting_device_s,
             self._num_shifts,
-            self.num_trained,
+            self.training.num_trained,
         )
 
     def _mark(self) -> None:
-        devices = dict.fromkeys(GENERATING, 0)
-        tokens = {role: usage.tokens for role, usage in self._usage.items()}
-        for replica, engine in self.engines.items():
-            role = self._role_of[replica]
-            devices[role] += engine.model.num_devices
-            tokens[role] += engine.usage.tokens
+        devices, tokens = self.replicas.devices_and_tokens()
         self._timeline.append(
             TimelinePoint(
                 self.queue.now_s,
                 devices[Role.ROLLOUT],
                 devices[Role.REWARD],
-                self._training_since_s is not None,
+                self.training.is_running,
                 tokens[Role.ROLLOUT],
                 tokens[Role.REWARD],
             )

@@ -92,6 +92,8 @@ def describe(result: RunResult, split: str = "-") -> dict[str, Any]:
         "aborts_per_step": round(result.num_moves / result.options.num_steps, 1),
         "max_staleness": result.max_staleness,
     }
+    if result.options.micro_batches is not None:
+        row["micro_batches"] = True
     if result.decide_ms:
         ordered = sorted(result.decide_ms)
         row["planner_ms"] = {

@@ -12,6 +12,7 @@ from shared.sim.cluster import EngineModel, Usage
 from shared.sim.faults import Faults
 from shared.sim.modes import Mode
 from shared.sim.scenarios import Scenario, Shares
+from shared.sim.training import MicroBatches
 from shared.sim.workload import Sample
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ class Options:
     """Window, hysteresis and the like; models and shift times come from the scenario."""
     planning_models: Mapping[Role, ThroughputModel] = field(default_factory=dict)
     """What the planner and schedulers believe, where it is not what engines do."""
+    micro_batches: MicroBatches | None = None
+    """Train on complete groups while the others of a batch finish; None is whole batches, as the trainer
+    does. Synchronous modes train whole batches in any case."""
     timer: Callable[[], float] | None = None
     """Seconds of a real clock, to measure decisions; None leaves them out."""
     faults: Faults = field(default_factory=Faults)

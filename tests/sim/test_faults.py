@@ -50,18 +50,18 @@ class Watch:
         run.policy.allocation.validate(run.cluster)
         if plan is not None:
             plan.apply(run.policy.allocation).validate(run.cluster)
-        awake = [d for replica in run.engines for d in run.cluster.slot(replica).devices]
+        awake = [d for replica in run.replicas.engines for d in run.cluster.slot(replica).devices]
         assert len(awake) == len(set(awake)), "two awake replicas share a device"
         assert run.num_issued <= (run.version + 1 + run.staleness) * SMALL.workload.batch_samples
-        assert min(run._missing) >= 0, "a sample was scored twice"
+        assert min(run.training.missing) >= 0, "a sample was scored twice"
         if self.num_events % 50 == 0:
             self.check_places(run)
 
     def check_places(self, run):
         unscored = set(run._samples)
-        assert len(unscored) == sum(run._missing) - len(run._batches) * SMALL.workload.batch_samples + (
-            run.num_issued
-        )
+        assert len(unscored) == sum(run.training.missing) - len(
+            run._batches
+        ) * SMALL.workload.batch_samples + (run.num_issued)
         known = {role: run.schedulers[role]._sequences for role in GENERATING}
         for sequence in unscored:
             homes = [role for role in GENERATING if sequence in known[role]]
