@@ -13,7 +13,7 @@ from shared.sim.search import Trial, best_split, speed_of
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-SEARCHED = ("disaggregated", "rollout_reward_colocated", "pivot_best")
+SEARCHED = ("disaggregated", "disaggregated_best", "rollout_reward_colocated", "pivot_best")
 """Modes whose best split is searched."""
 OnPhase = Callable[[str, int, int], None]
 

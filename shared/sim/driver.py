@@ -289,8 +289,14 @@ class Simulation:
 
     # Decisions and shifts
 
-    def _report_for_ever(self) -> None:
+    def _report(self) -> None:
         self.replicas.report()
+        if self.mode.rebalance:
+            for role in GENERATING:
+                self.replicas.feed(role, Rebalance())
+
+    def _report_for_ever(self) -> None:
+        self._report()
         self._mark()
         self.queue.after(FIXED_REPORT_S, self._report_for_ever, REPORT)
 
@@ -308,10 +314,7 @@ class Simulation:
         self._is_deciding = False
         if self.policy.in_flight is not None or self.queue.now_s < self._settled_s:
             return
-        self.replicas.report()
-        if self.mode.rebalance:
-            for role in GENERATING:
-                self.replicas.feed(role, Rebalance())
+        self._report()
         self._mark()
         num_trained = self.training.num_trained
         activity = TrainingActivity.DONE if num_trained else TrainingActivity.IDLE

@@ -41,6 +41,7 @@ MODES: Mapping[str, Mode] = {
     for mode in (
         Mode("colocated", "colocated", is_synchronous=True),
         Mode("disaggregated", "disaggregated", is_fixed=True),
+        Mode("disaggregated_best", "disaggregated", is_fixed=True, min_gain_share=0.25, rebalance=True),
         Mode("rollout_reward_colocated", "rollout_reward_colocated"),
         Mode("pivot", "pivot"),
         Mode(
@@ -65,8 +66,8 @@ MODES: Mapping[str, Mode] = {
         Mode("vanilla_model", "pivot", migration=False),
     )
 }
-SPLIT_MODES = ("disaggregated", "static", "rule_based")
-"""Modes whose devices are split at the start."""
+SPLIT_POLICIES: tuple[PolicyName, ...] = ("disaggregated", "static", "rule_based")
+"""Of modes whose devices are split at the start."""
 
 
 def get_mode(name: str) -> Mode:
@@ -78,7 +79,7 @@ def get_mode(name: str) -> Mode:
 
 def paper_shares(scenario: Scenario, mode: Mode) -> Shares:
     """Devices of each role as in Table 4; zero where a role has none of its own."""
-    if mode.name in SPLIT_MODES:
+    if mode.policy in SPLIT_POLICIES:
         return scenario.paper_split
     if mode.policy == "colocated":
         return Shares(0, 0, scenario.num_devices)
@@ -108,7 +109,7 @@ def cluster_of(scenario: Scenario, training: int) -> ClusterSpec:
 def start_of(scenario: Scenario, mode: Mode, shares: Shares) -> tuple[ClusterSpec, Allocation]:
     """The cluster and who holds it at the start. ConfigError for shares that whole replicas cannot fill."""
     cluster = cluster_of(scenario, shares.training)
-    split = Split(shares.rollout, shares.reward) if mode.name in SPLIT_MODES else None
+    split = Split(shares.rollout, shares.reward) if mode.policy in SPLIT_POLICIES else None
     return cluster, initial_allocation(mode.policy, cluster, split)
 
 

@@ -26,7 +26,7 @@ def feasible_splits(scenario: Scenario, mode: Mode) -> Iterator[Shares]:
     coarsest = max(1, devices // _STEPS_A_SIDE)
     unit_rollout = max(scenario.policy_tp, coarsest)
     unit_reward = max(scenario.genrm_tp, coarsest)
-    if mode.name != "disaggregated":
+    if mode.policy != "disaggregated":
         unit = max(scenario.policy_tp, scenario.genrm_tp, devices // 8)
         most = devices if mode.policy == "pivot" else devices - unit
         yield from (Shares(0, 0, training) for training in range(unit, most + 1, unit))
