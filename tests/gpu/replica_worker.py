@@ -3,7 +3,8 @@
     python tests/gpu/replica_worker.py                          # a random 1.5B-shape Qwen2 on the first GPU
     python tests/gpu/replica_worker.py --shape 7b --out out.json
     python tests/gpu/replica_worker.py --model FOLDER --tp 2    # a Hugging Face folder with its safetensors
-    python tests/gpu/replica_worker.py --shape tiny --device cpu --dtype float32
+    python tests/gpu/replica_worker.py --tp 2 --sliced          # pools stored in slices for two GPUs
+    python tests/gpu/replica_worker.py --shape tiny --device cpu --dtype float32 --sliced 2
 
 Starts the engine on dummy weights, wakes it from a pool file in shared memory, generates greedily, interrupts
 and resumes, sleeps, fails to wake, wakes again, refreshes to other weights under a running sequence. Prints
@@ -25,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from services.gps.layouts import Usage
 from shared.contracts.gps import PoolView, ReadGrant
 from shared.contracts.replica import (
     AbortSequences,
@@ -38,11 +40,12 @@ from shared.contracts.replica import (
     TokenDelta,
     WakeReplica,
 )
-from shared.errors import EngineError
+from shared.errors import PivotError
 from shared.ids import ReplicaId, Role
 from shared.inference.engines.vllm_config import VllmEngineConfig
 from shared.inference.engines.vllm_engine import VllmEngine
 from shared.inference.replica import ReplicaWorker
+from tests.support.stored_pools import store_for
 from tests.support.tiny_model import TinySpec, write_pool, write_random_pool
 
 SHAPES = {
@@ -52,6 +55,8 @@ SHAPES = {
 }
 GONE = 3
 """A version whose pool file does not exist."""
+NUM_WRITERS = 2
+"""Training ranks whose ZeRO shards cut the slices too."""
 PROMPT = tuple(100 + i % 50 for i in range(200))
 
 
@@ -184,7 +189,7 @@ class Run:
         asleep = self.worker.telemetry().resident_bytes
         try:
             await self.worker.wake(WakeReplica(min_version=GONE))
-        except EngineError as error:
+        except PivotError as error:
             self.figures["failed_wake"] = error.message
         after = self.worker.telemetry().resident_bytes
         self.figures["failed_wake_left_bytes"] = after - asleep
@@ -238,22 +243,35 @@ class Run:
 
 def prepare(options: argparse.Namespace, folder: Path, shm: Path) -> tuple[str, dict[int, PoolView]]:
     """The model folder and two versions of it as pool files."""
+    paths = shm / "version-1.pool", shm / "version-2.pool"
     if options.model:
-        first = write_pool(Path(options.model), shm / "version-1.pool")
-        second = _halved(write_pool(Path(options.model), shm / "version-2.pool"))
-        return options.model, {1: first, 2: second, GONE: _gone(first)}
-    spec = SHAPES[options.shape]
-    (folder / "config.json").write_text(json.dumps(spec.config()))
-    first = write_random_pool(spec, shm / "version-1.pool")
-    second = write_random_pool(replace(spec, seed=spec.seed + 1), shm / "version-2.pool")
-    return str(folder), {1: first, 2: second, GONE: _gone(first)}
+        model = options.model
+        first, second = (write_pool(Path(model), path) for path in paths)
+        _halve(second)
+    else:
+        spec, model = SHAPES[options.shape], str(folder)
+        (folder / "config.json").write_text(json.dumps(spec.config()))
+        first, second = (
+            write_random_pool(replace(spec, seed=spec.seed + i), path) for i, path in enumerate(paths)
+        )
+    if options.sliced:
+        usage = Usage(options.sliced, NUM_WRITERS)
+        first, second = (_sliced(usage, view) for view in (first, second))
+    return model, {1: first, 2: second, GONE: _gone(first)}
+
+
+def _sliced(usage: Usage, view: PoolView) -> PoolView:
+    """The pool stored for `usage`, in place of the one that is not."""
+    stored = store_for(usage, view, Path(f"{view.path}.sliced"))
+    Path(view.path).unlink()
+    return stored
 
 
 def _gone(view: PoolView) -> PoolView:
     return view.model_copy(update={"path": f"{view.path}.gone"})
 
 
-def _halved(view: PoolView) -> PoolView:
+def _halve(view: PoolView) -> None:
     """Other weights of the same shapes: the down projections halved, in the file."""
     import torch
 
@@ -263,7 +281,6 @@ def _halved(view: PoolView) -> PoolView:
             dtype = getattr(torch, tensor.dtype)
             nbytes = tensor.shape[0] * tensor.shape[1] * dtype.itemsize
             pool[tensor.offset_bytes : tensor.offset_bytes + nbytes].view(dtype).mul_(0.5)
-    return view
 
 
 def main() -> int:
@@ -275,10 +292,22 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument(
+        "--sliced",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="DEVICES",
+        help="pools stored in slices for engines of so many devices, by default --tp",
+    )
     parser.add_argument("--kv-bytes", type=int)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs: a faster start")
     parser.add_argument("--out", default="replica_worker.json", help="where the JSON goes")
     options = parser.parse_args()
+    if options.sliced == 0:
+        options.sliced = options.tp
+    if options.sliced == 1:
+        parser.error("--sliced needs 2 devices or more: what one device reads is never cut")
     kv_bytes = options.kv_bytes or (24 << 30 if options.device == "cuda" else 64 << 20)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -307,6 +336,7 @@ def main() -> int:
         "options": vars(options),
         "kv_bytes": kv_bytes,
         "weight_bytes": views[1].nbytes,
+        "sliced_tensors": sum(len(entry.tensors) for entry in views[1].sliced),
         "checks": finished.checks,
         "figures": finished.figures,
     }

@@ -1,13 +1,7 @@
-"""The loader map of every architecture we name equals vLLM's own checkpoint loading, value by value.
-
-A rank of tensor or expert parallelism is one process that believes to be it: building and loading a model ask
-the parallel groups for rank and size, and nothing else.
-"""
+"""The loader map of every architecture we name equals vLLM's own checkpoint loading, value by value."""
 
 import multiprocessing
-import os
 import re
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -22,6 +16,7 @@ from shared.weights.mapped_pool import MappedPool, map_view
 from shared.weights.stored_parts import sliced_tensors
 from tests.support.tiny_families import EXPERTS, FAMILIES, write_family
 from tests.support.tiny_model import write_pool
+from tests.support.vllm_ranks import as_rank, config_of, make_groups
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -39,33 +34,18 @@ def child(folder: Path) -> Iterator[ProcessPoolExecutor]:
     """A process with vLLM's parallel groups, each of one; that of experts is made for such a model only."""
     context = multiprocessing.get_context("spawn")
     model = str(write_family(EXPERTS[0], folder))
-    with ProcessPoolExecutor(1, context, make_groups, (model,)) as pool:
+    with ProcessPoolExecutor(1, context, start_child, (model,)) as pool:
         yield pool
 
 
-def make_groups(model: str) -> None:
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
-
-    with set_current_vllm_config(config_of(model)):
-        parallel_state.init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
-        parallel_state.initialize_model_parallel(1)
-
-
-def config_of(model: str) -> Any:
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    from vllm.engine.arg_utils import EngineArgs
-
-    arguments = EngineArgs(model=model, skip_tokenizer_init=True, enforce_eager=True, dtype="float32")
-    return arguments.create_engine_config()
+def start_child(model: str) -> None:
+    make_groups(config_of(model))
 
 
 def differences(model: str, expert_parallel: bool) -> dict[str, list[str]]:
     """For each rank, the parameters where a Read and vLLM's own loading differ, and what else is wrong."""
     import torch
     from safetensors.torch import load_file
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
 
     from shared.inference.engines.vllm_model import build_model
     from shared.weights.loader_map import LoaderMap
@@ -76,42 +56,31 @@ def differences(model: str, expert_parallel: bool) -> dict[str, list[str]]:
     view = write_pool(Path(model), pool_path)
     pool = map_view(view, folder=None)
     weights = load_file(Path(model) / "model.safetensors")
-    groups = [parallel_state.get_tp_group()]
-    if any("experts" in name for name in weights):
-        groups.append(parallel_state.get_ep_group())
+    has_experts = any("experts" in name for name in weights)
     found: dict[str, list[str]] = {}
-    with set_current_vllm_config(config):
-        for size in SIZES:
-            ranks = []
-            for rank in range(size):
-                for group in groups:
-                    group.rank_in_group, group.world_size = rank, size
+    for size in SIZES:
+        ranks = []
+        for rank in range(size):
+            with as_rank(config, rank, size, has_experts=has_experts):
                 loaded = build_model(config, "cpu")
                 loaded.load_weights(iter(weights.items()))
                 recorded = LoaderMap.record(build_model(config, "meta"), view.tensors)
-                ranks.append((recorded, dict(loaded.named_parameters(remove_duplicate=False))))
-            sliced, read_bytes = sliced_pool(pool, [recorded for recorded, _ in ranks]), 0
-            for rank, (recorded, expected) in enumerate(ranks):
-                case = found[f"rank {rank} of {size}"] = []
-                for source, stage in (
-                    (pool, None),
-                    (sliced, None),
-                    (sliced, torch.clone),
-                    (pool, torch.clone),
-                ):
-                    got = {name: torch.full_like(value, torch.nan) for name, value in expected.items()}
-                    nbytes = recorded.apply(source.tensors, got, stage=stage)
-                    aliases = {a: n for n, spec in recorded.parameters.items() for a in spec.aliases}
-                    case += [n for n, v in expected.items() if not torch.equal(v, got[aliases.get(n, n)])]
-                read_bytes += nbytes
-                num_experts = sum(".experts." in box.tensor for box in recorded.boxes())
-                every = sum(".experts." in name for name in weights)
-                if expert_parallel and num_experts * size != every:
-                    case.append(f"reads {num_experts} of {every} expert tensors")
-            if read_bytes < sum(w.nbytes for w in weights.values()):
-                found[f"size {size}"] = [f"all ranks together read only {read_bytes} bytes"]
-    for group in groups:
-        group.rank_in_group, group.world_size = 0, 1
+            ranks.append((recorded, dict(loaded.named_parameters(remove_duplicate=False))))
+        sliced, read_bytes = sliced_pool(pool, [recorded for recorded, _ in ranks]), 0
+        for rank, (recorded, expected) in enumerate(ranks):
+            case = found[f"rank {rank} of {size}"] = []
+            for source, stage in ((pool, None), (sliced, None), (sliced, torch.clone), (pool, torch.clone)):
+                got = {name: torch.full_like(value, torch.nan) for name, value in expected.items()}
+                nbytes = recorded.apply(source.tensors, got, stage=stage)
+                aliases = {a: n for n, spec in recorded.parameters.items() for a in spec.aliases}
+                case += [n for n, v in expected.items() if not torch.equal(v, got[aliases.get(n, n)])]
+            read_bytes += nbytes
+            num_experts = sum(".experts." in box.tensor for box in recorded.boxes())
+            every = sum(".experts." in name for name in weights)
+            if expert_parallel and num_experts * size != every:
+                case.append(f"reads {num_experts} of {every} expert tensors")
+        if read_bytes < sum(w.nbytes for w in weights.values()):
+            found[f"size {size}"] = [f"all ranks together read only {read_bytes} bytes"]
     pool_path.unlink()
     return found
 
@@ -149,15 +118,13 @@ def test_a_read_equals_vllms_own_loading(
 
 def refusal(model: str) -> str:
     """What recording says to a loader that does more than viewing and copying."""
-    from vllm.config import set_current_vllm_config
-
     from shared.errors import LayoutError
     from shared.inference.engines.vllm_model import build_model
     from shared.weights.loader_map import LoaderMap
 
     config = config_of(model)
     view = write_pool(Path(model), Path(model) / "map.pool")
-    with set_current_vllm_config(config):
+    with as_rank(config, 0, 1):
         try:
             LoaderMap.record(build_model(config, "meta"), view.tensors)
         except LayoutError as error:
