@@ -44,7 +44,6 @@ from shared.contracts.gps import PeerInfo, PoolView
 from shared.errors import PivotError
 from shared.layout.parallel import engine_layout
 from shared.layout.tensor_layout import Box, FlatRange, whole, zero_range
-from shared.weights.checksum import checksum_region
 from shared.weights.mapped_pool import PREFIX, SHM_FOLDER, MappedPool, map_view
 from shared.weights.pool_reader import PoolReader
 from tests.gpu.replica_worker import SHAPES
@@ -246,6 +245,8 @@ class ZeroRank:
         self.device.finish()
 
     def checksums(self, pool: MappedPool) -> list[str]:
+        from shared.weights.checksum import checksum_region  # the one need of a package beyond an engine's
+
         return [
             checksum_region(
                 pool.raw(name), self.specs[name].shape, self.specs[name].itemsize, part, pool.storage(name)
@@ -299,8 +300,6 @@ def use_ranks(pools: Pools, shape: str, report: Report) -> None:
         rank.flip()
         rank.write(pools.pinned[name])
         report.checks[f"{shape}: {who} writes {name} back"] = rank.has_shard_of(pools.plain[name])
-    sums = {name: rank.checksums(pools.plain[name]) for name in STORAGES}
-    report.checks[f"{shape}: {who} finds equal checksums"] = sums["row-major"] == sums["sliced"]
     to_device, to_host = (pools.plain_copy(rank.nbytes, to_device=way) for way in (True, False))
     for what, do, limit, found in (
         ("read", rank.read, to_device, mappings),
@@ -311,6 +310,8 @@ def use_ranks(pools: Pools, shape: str, report: Report) -> None:
         times = timed({"limit": limit, **work}, SECTION_BUDGET_S / 3)
         for name in work:
             report.row(times, rank.nbytes, "limit", name, shape=shape, what=what, who=who, storage=name)
+    sums = {name: rank.checksums(pools.plain[name]) for name in STORAGES}
+    report.checks[f"{shape}: {who} finds equal checksums"] = sums["row-major"] == sums["sliced"]
 
 
 def pull_apart(views: Mapping[str, PoolView], device: Device, shape: str, report: Report) -> None:
