@@ -3,17 +3,19 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from shared.bus.ports import Bus
 from shared.contracts.base import Message
 from shared.contracts.rank import RankStatus
 from shared.contracts.subjects import Subjects
-from shared.errors import EngineError
+from shared.errors import BusError, EngineError, PivotError
 from shared.runtime.clock import Clock
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+ROLE = "trainer"
 log = logging.getLogger("pivotrl.trainer")
 SILENCE_S = 60.0
 AWAITS_LOAD, OFFLOADED = "waiting for load", "offloaded"
@@ -88,20 +90,46 @@ class RankGroup:
         """
         if isinstance(messages, Message):
             messages = [messages] * self.world_size
-        asked = [
-            asyncio.create_task(
-                self._bus.request(
-                    self._subjects.rank(rank, command),
-                    message,
-                    reply,
-                    deadline_s=deadline_s,
-                    role="trainer",
-                    peer=f"rank {rank}",
-                    phase=command,
-                )
-            )
-            for rank, message in enumerate(messages)
-        ]
+        requests = [self._request(r, command, m, reply, deadline_s) for r, m in enumerate(messages)]
+        return await self._unless_lost(command, requests)
+
+    async def ask_each(
+        self, command: str, message: Message, reply: type[M], *, deadline_s: float
+    ) -> list[M | PivotError]:
+        """Sends the same message to all and waits for every rank: an error that a rank answers is its answer.
+        Afterwards no rank is in the command any more.
+
+        Raises:
+            RanksLost: a rank is gone.
+            DeadlineExceeded, BusError: a rank's answer did not come; it may still be in the command.
+        """
+
+        async def answer(rank: int) -> M | PivotError:
+            try:
+                return await self._request(rank, command, message, reply, deadline_s)
+            except PivotError as error:
+                if isinstance(error, BusError) or error.data.get("role") == ROLE:  # not said by the rank
+                    raise
+                return error
+
+        return await self._unless_lost(command, [answer(rank) for rank in range(self.world_size)])
+
+    async def _request(
+        self, rank: int, command: str, message: Message, reply: type[M], deadline_s: float
+    ) -> M:
+        return await self._bus.request(
+            self._subjects.rank(rank, command),
+            message,
+            reply,
+            deadline_s=deadline_s,
+            role=ROLE,
+            peer=f"rank {rank}",
+            phase=command,
+        )
+
+    async def _unless_lost(self, command: str, requests: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """The results, or the first error; RanksLost as soon as a rank is gone."""
+        asked = [asyncio.create_task(request) for request in requests]
         lost = asyncio.create_task(self._lost.wait())
         everyone = asyncio.ensure_future(asyncio.gather(*asked))
         waits: list[asyncio.Future[Any]] = [everyone, lost]

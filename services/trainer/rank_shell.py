@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Protocol, TypeVar
 
 from services.trainer.lane import Lane
@@ -36,6 +36,7 @@ from shared.contracts.rank import (
 )
 from shared.contracts.subjects import Subjects
 from shared.errors import (
+    BusError,
     Conflict,
     EngineError,
     InvalidRequest,
@@ -249,23 +250,26 @@ class RankShell:
         started_s = self._clock.now_s()
         boxes = self._backend.shard_boxes()
         writer = f"rank-{self._rank}"
-        grant = await self._gps.begin_write(
-            WriteRequest(
-                model=POLICY,
-                version=message.version,
-                writer=writer,
-                writers=tuple(f"rank-{rank}" for rank in range(self._world_size)),
-                boxes=boxes,
-                attempt=self._incarnation.split("/")[0],
+        with _gps_may_restart(message.version):
+            grant = await self._gps.begin_write(
+                WriteRequest(
+                    model=POLICY,
+                    version=message.version,
+                    writer=writer,
+                    writers=tuple(f"rank-{rank}" for rank in range(self._world_size)),
+                    boxes=boxes,
+                    attempt=self._incarnation.split("/")[0],
+                )
             )
-        )
-        pool = map_view(grant.view, writable=True)
+            pool = map_view(grant.view, writable=True)
         try:
             checksums = await self._call("write", self._backend.copy_shard, pool)
             nbytes = sum(box.flat_count * itemsize_of(pool.tensor(box.tensor).dtype) for box in boxes)
         finally:
             pool.close()
-        status = await self._gps.commit_write(grant.write_id, WriteCommit(writer=writer, checksums=checksums))
+        with _gps_may_restart(message.version):
+            commit = WriteCommit(writer=writer, checksums=checksums)
+            status = await self._gps.commit_write(grant.write_id, commit)
         return RankWrote(
             rank=self._rank,
             version=message.version,
@@ -303,3 +307,15 @@ class RankShell:
     def _check_built(self) -> None:
         if not self._backend.is_built:
             raise NotFound(f"rank {self._rank} holds no model: load one first", rank=self._rank)
+
+
+@contextlib.contextmanager
+def _gps_may_restart(version: int) -> Iterator[None]:
+    """A GPS that was restarted knows no Write, and no model until it has read it; one that lost the bus
+    cannot tell how the Write ended. Both are a Conflict here: the Write may be tried again."""
+    try:
+        yield
+    except (NotFound, BusError) as error:
+        raise Conflict(
+            f"the Write of version {version} broke off: {error.message}", version=version
+        ) from error

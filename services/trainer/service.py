@@ -8,7 +8,8 @@ One step, and what a crash at each point means:
     stage, train            nothing has happened: the step is done again from the last checkpoint
     ranks save, journal     the journal's entry is void, as `resumed` says, unless…
     latest.json             …the step is done: from here it counts
-    Write to GPS            a start after this point Writes the checkpoint's version if GPS lacks it
+    Write to GPS            a start after this point Writes the checkpoint's version if GPS lacks it; a node
+                            of GPS that is lost costs another try (`policy_write`), no start
     discard from the stream a start after this point discards again
 """
 
@@ -20,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from services.trainer.advantages import Masked, Weighted, weigh
 from services.trainer.batches import Batch, BatchAssembler
 from services.trainer.packing import share_out
+from services.trainer.policy_write import PolicyWriter, Tries
 from services.trainer.rank_group import RankGroup, RanksLost
 from shared.bus.ports import Bus
 from shared.contracts.base import Done, Message
@@ -31,13 +33,11 @@ from shared.contracts.rank import (
     RankMoved,
     RankStatus,
     RankStepped,
-    RankWrote,
     ReloadStates,
     SaveCheckpoint,
     StageSamples,
     TrainSample,
     TrainStep,
-    WritePolicy,
 )
 from shared.contracts.reward import ScoredSample
 from shared.contracts.subjects import Subjects
@@ -71,10 +71,12 @@ class TrainerService:
         bus: Bus,
         subjects: Subjects,
         clock: Clock,
+        write_tries: Tries = Tries(),
     ) -> None:
         self._config, self._ranks, self._checkpoints = config, ranks, checkpoints
         self._journal, self._gps_version = journal, gps_version
         self._bus, self._subjects, self._clock = bus, subjects, clock
+        self._writer = PolicyWriter(ranks, gps_version, clock, write_tries)
         self.activity: TrainingActivity = "starting"
         self.holds_devices = False
         self.paused = False
@@ -124,8 +126,8 @@ class TrainerService:
     async def run_for_ever(self) -> None:
         """Loads the ranks, trains when devices and a batch are there, and starts over when ranks are lost.
 
-        GPS being away, or its readers being slow, costs a start over too. What no start over can mend (a
-        checkpoint that is gone, a model that does not fit its layout) ends the process.
+        GPS being away for long, or its readers being slow, costs a start over too. What no start over can
+        mend (a checkpoint that is gone, a model that does not fit its layout) ends the process.
         """
         while True:
             try:
@@ -168,10 +170,7 @@ class TrainerService:
             await self._bus.discard(self._subjects.scored_stream, seq)
         self._journal.append({"event": "resumed", "step": latest.step})
         if await self._gps_version() < latest.step:
-            self._set("starting", f"writing version {latest.step}")
-            await self._ranks.ask(
-                "write", WritePolicy(version=latest.step), RankWrote, deadline_s=LOAD_DEADLINE_S
-            )
+            await self._write(latest.step, f"writing version {latest.step}")
         if self.holds_devices:
             self._set("done", "")
             self._work.set()
@@ -281,9 +280,8 @@ class TrainerService:
         await self._ranks.ask("save", SaveCheckpoint(tag=tag), CheckpointSaved, deadline_s=LOAD_DEADLINE_S)
         self._journal.append(*_entries(batch, weighted, masked))
         self._checkpoints.commit(Checkpoint(step, tag))
-        self._set("active", "writing the policy")
         write_started_s = self._clock.now_s()
-        await self._ranks.ask("write", WritePolicy(version=step), RankWrote, deadline_s=LOAD_DEADLINE_S)
+        await self._write(step, "writing the policy")
         write_s = self._clock.now_s() - write_started_s
         self.assembler.trained(batch)
         self.step = step
@@ -293,6 +291,16 @@ class TrainerService:
         for seq in batch.seqs:
             await self._bus.discard(self._subjects.scored_stream, seq)
         self._news.set()
+
+    async def _write(self, version: int, phase: str) -> None:
+        """The policy into GPS as `version`. Raises as `PolicyWriter.write` does."""
+
+        def retrying(number: int, why: str) -> None:
+            self._set(self.activity, f"{phase}, try {number}")
+            self._journal.append({"event": "write_retried", "step": version, "try": number, "why": why})
+
+        self._set(self.activity, phase)
+        await self._writer.write(version, retrying)
 
     async def _step_ranks(self, step: int, weighted: list[Weighted]) -> list[RankStepped]:
         samples = [_train_sample(w) for w in weighted]

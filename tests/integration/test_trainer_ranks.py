@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from services.trainer.packing import share_out
+from services.trainer.policy_write import PolicyWriter, Tries
 from services.trainer.rank_group import RankGroup
 from shared.bus.embedded_nats import server_binary, write_server_config
 from shared.bus.nats_bus import connect
@@ -324,6 +325,49 @@ async def test_two_ranks_train_move_write_continue_and_come_back(tmp_path: Path)
             os.kill(pid, signal.SIGTERM)
         await asyncio.to_thread(psutil.wait_procs, [psutil.Process(pid) for pid in rank_pids], 10)
         assert time.monotonic() - stopping < 4
+
+
+async def test_a_gps_killed_in_the_middle_of_a_write_costs_another_try(tmp_path: Path) -> None:
+    """Rank 0 has committed and rank 1 has not begun when GPS dies; its next life knows no such Write."""
+    model = write_model(TinySpec(num_layers=1, vocab_size=301), tmp_path / "models")
+    samples = make_samples(4, vocabulary=301, prompt=6, response=10)
+    async with running(tmp_path / "run", model) as ranks:
+        generation = only_generation(ranks)
+        await ranks.ask("load", LoadCheckpoint(tag=""), RankStatus)
+        _, initial = await ranks.policy()
+        await ranks.train(0, samples)
+
+        async def gps_version() -> int:
+            return (await ranks.gps.model("policy")).version
+
+        retried: list[tuple[int, str]] = []
+        writer = PolicyWriter(ranks.group, gps_version, SystemClock(), Tries())
+        os.kill(ranks.supervisor.pids["rank-1"], signal.SIGSTOP)
+        try:
+            writing = asyncio.create_task(writer.write(1, lambda number, why: retried.append((number, why))))
+            async with asyncio.timeout(60):
+                while await pending_writers(ranks) != ("rank-1",):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            os.kill(ranks.supervisor.pids["gps"], signal.SIGKILL)
+        finally:
+            os.kill(ranks.supervisor.pids["rank-1"], signal.SIGCONT)
+        await asyncio.wait_for(writing, 60)
+        print(retried)
+        assert [number for number, _ in retried] == list(range(2, len(retried) + 2))
+        assert retried
+        assert only_generation(ranks) == generation
+        version, written = await ranks.policy()
+        assert version == 1
+        assert any((written[name] != initial[name]).any() for name in initial)
+        await ranks.ask("write", WritePolicy(version=2), RankWrote)
+        _, undisturbed = await ranks.policy()
+        assert_equal(written, undisturbed)
+
+
+async def pending_writers(ranks: Ranks) -> tuple[str, ...]:
+    """Of the Write that is open, if one is."""
+    status = await ranks.gps.model("policy")
+    return status.open_write.pending_writers if status.open_write else ()
 
 
 def only_generation(ranks: Ranks) -> str:

@@ -19,7 +19,7 @@ from shared.contracts.rank import (
     WritePolicy,
 )
 from shared.contracts.subjects import Subjects
-from shared.errors import EngineError
+from shared.errors import EngineError, PivotError, TransportError
 
 RESIDENT_BYTES, MOVED_BYTES, FREED_BYTES = 1000, 600, 200
 
@@ -36,11 +36,16 @@ class RankResponders:
         self.generation = "g1"
         self.phase = "waiting for load"
         self.hold: dict[str, asyncio.Event] = {}
-        """A command that is named here waits for its event."""
+        """A command that is named here ("write", or "write 1" of rank 1 alone) waits for its event."""
         self.fail: dict[str, int] = {}
         """A command that is named here fails this many times on rank 0."""
+        self.errors: dict[str, list[PivotError]] = {}
+        """What rank 0 answers, one after another, to a command that is named here; nothing is done."""
+        self.lost_answers: dict[str, int] = {}
+        """So many answers of rank 0 to a command that is named here are lost on their way; it is done."""
         self.saved: list[str] = []
         self.loaded: list[str] = []
+        self._wrote: set[int] = set()
 
     async def start(self) -> None:
         handlers: dict[str, Callable[[int, Any], Message]] = {
@@ -69,12 +74,18 @@ class RankResponders:
     ) -> Callable[[Message], Awaitable[Message]]:
         async def serve(message: Message) -> Message:
             self.calls.append((rank, name))
-            if (gate := self.hold.get(name)) is not None:
+            if (gate := self.hold.get(f"{name} {rank}", self.hold.get(name))) is not None:
                 await gate.wait()
             if rank == 0 and self.fail.get(name, 0) > 0:
                 self.fail[name] -= 1
                 raise EngineError(f"rank 0 failed in {name}", phase=name)
-            return handler(rank, message)
+            if rank == 0 and self.errors.get(name):
+                raise self.errors[name].pop(0)
+            answer = handler(rank, message)
+            if rank == 0 and self.lost_answers.get(name, 0) > 0:
+                self.lost_answers[name] -= 1
+                raise TransportError("GPS cannot be reached")
+            return answer
 
         return serve
 
@@ -117,9 +128,13 @@ class RankResponders:
         )
 
     def _write(self, rank: int, message: WritePolicy) -> Message:
-        if rank == self._world_size - 1:
+        """The last rank to write commits."""
+        self._wrote.add(rank)
+        is_last = len(self._wrote) == self._world_size
+        if is_last:
             self.gps_version = message.version
-        return RankWrote(rank=rank, version=message.version, nbytes=10, committed=True, duration_s=0.1)
+            self._wrote.clear()
+        return RankWrote(rank=rank, version=message.version, nbytes=10, committed=is_last, duration_s=0.1)
 
     def _move(self, rank: int, message: Message) -> Message:
         return RankMoved(

@@ -43,7 +43,7 @@ from shared.contracts.rank import (
     WritePolicy,
 )
 from shared.contracts.subjects import Subjects
-from shared.errors import Conflict, EngineError, NotFound, PivotError
+from shared.errors import BusError, Conflict, EngineError, NotFound, PivotError
 from shared.runtime.clock import SystemClock
 from shared.weights.checksum import checksum_bytes
 from shared.weights.host_pool import HostPool, MappedPool
@@ -134,6 +134,8 @@ class OneBufferGps:
         self.regions[0].memory.view(np.float32)[:] = 7
         self.version = 0
         self.requests: list[Message] = []
+        self.lost: PivotError | None = None
+        """What the next commit answers: of a GPS that was restarted since the Write began."""
 
     @contextlib.asynccontextmanager
     async def read(self, request: ReadRequest) -> AsyncIterator[ReadGrant]:
@@ -155,6 +157,9 @@ class OneBufferGps:
 
     async def commit_write(self, write_id: str, commit: WriteCommit) -> WriteStatus:
         self.requests.append(commit)
+        if self.lost is not None:
+            lost, self.lost = self.lost, None
+            raise lost
         return WriteStatus(write_id=write_id, version=1, committed=False, pending_writers=("rank-1",))
 
 
@@ -334,6 +339,26 @@ async def test_a_refused_write_ends_nothing(house: House) -> None:
         await house.ask("write", WritePolicy(version=0), RankWrote)
     await house.ask("write", WritePolicy(version=1), RankWrote)
     assert house.failures == []
+
+
+@pytest.mark.parametrize(
+    "lost", [NotFound("no Write w1 is open here"), BusError("not known whether it was committed")]
+)
+async def test_a_write_that_gps_forgot_may_be_tried_again(house: House, lost: PivotError) -> None:
+    """Answered as a conflict: what is not found may be the rank's own mistake, which no new try mends."""
+    await house.ask("load", LoadCheckpoint(tag=""), RankStatus)
+    house.gps.lost = lost
+    with pytest.raises(Conflict, match=f"Write of version 1 broke off: {lost.message}"):
+        await house.ask("write", WritePolicy(version=1), RankWrote)
+    await house.ask("write", WritePolicy(version=1), RankWrote)
+    assert house.failures == []
+
+
+async def test_a_pool_file_that_is_gone_breaks_the_write_off(house: House) -> None:
+    await house.ask("load", LoadCheckpoint(tag=""), RankStatus)
+    house.gps.regions[1].path.unlink()
+    with pytest.raises(Conflict, match="is gone"):
+        await house.ask("write", WritePolicy(version=1), RankWrote)
 
 
 async def test_the_heart_beats_during_a_step(house: House) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.trainer import service as service_module
+from services.trainer.policy_write import Tries
 from services.trainer.rank_group import OFFLOADED, RankGroup
 from services.trainer.service import TrainerService
 from shared.bus.memory_bus import MemoryBus
@@ -19,16 +20,17 @@ from shared.contracts.reward import ScoredSample
 from shared.contracts.rollout import Trajectory
 from shared.contracts.subjects import Subjects
 from shared.contracts.trainer import StepCompleted
-from shared.errors import Conflict, PivotError
+from shared.errors import Conflict, DeadlineExceeded, PivotError
 from shared.ids import Role, sample_id
 from shared.runtime.audit import audit
-from shared.runtime.checkpoints import Checkpoints
+from shared.runtime.checkpoints import Checkpoint, Checkpoints
 from shared.runtime.clock import SystemClock
 from shared.runtime.config import RunConfig
 from shared.runtime.journal import Journal, read_journal
 from tests.unit.trainer.rank_responder import FREED_BYTES, MOVED_BYTES, RankResponders
 
 PROMPTS, GROUP, WORLD_SIZE = 2, 2, 2
+TRIES = Tries(most=3, first_pause_s=0.01)
 SUBJECTS = Subjects("test")
 
 
@@ -143,7 +145,9 @@ async def trainer(
     async def gps_version() -> int:
         return ranks.gps_version
 
-    service = TrainerService(config(), group, Checkpoints(folder), journal, gps_version, bus, SUBJECTS, clock)
+    service = TrainerService(
+        config(), group, Checkpoints(folder), journal, gps_version, bus, SUBJECTS, clock, TRIES
+    )
     await service.start()
     tasks = [asyncio.create_task(work) for work in (service.run_for_ever(), service.follow_scored())]
 
@@ -329,10 +333,90 @@ async def test_a_step_that_was_saved_but_not_written_is_written_after_the_loss(t
         await world.shift("up")
         await until(lambda: world.ranks.gps_version == 1 and world.service.activity == "done", "write")
         assert world.ranks.loaded == ["", "step-000001"]
-        assert world.ranks.count("train") == 1
+        assert (world.ranks.count("train"), world.ranks.count("write")) == (1, 2)
         assert await world.waiting_scored() == []
         await world.score(*batch(1))
         await until(lambda: world.service.step == 2, "next step")
+
+
+def node_lost() -> Conflict:
+    return Conflict("Write w was aborted: node 1 was lost")
+
+
+async def test_a_write_that_lost_a_node_is_tried_again_and_nothing_starts_over(tmp_path: Path) -> None:
+    async with trainer(tmp_path, *await new_bus()) as world:
+        first, second = asyncio.Event(), asyncio.Event()
+        world.ranks.hold["write"] = first
+        world.ranks.errors["write"] = [node_lost()]
+        await world.score(*batch(0))
+        await world.shift("up")
+        await until(lambda: world.ranks.count("write") == 1, "the first try")
+        assert world.service.telemetry().phase == "writing the policy"
+        world.ranks.hold["write"] = second
+        first.set()
+        await until(lambda: world.ranks.count("write") == 2, "the second try")
+        assert world.service.telemetry().phase == "writing the policy, try 2"
+        with pytest.raises(Conflict, match="active"):
+            await world.shift("down")
+        second.set()
+        await until(lambda: world.service.step == 1 and world.service.activity == "done", "step")
+        assert (world.ranks.loaded, world.ranks.count("train"), world.ranks.gps_version) == ([""], 1, 1)
+        (again,) = [e for e in world.journal() if e["event"] == "write_retried"]
+        assert (again["step"], again["try"], again["why"]) == (1, 2, node_lost().message)
+        issued = [{"event": "issued", "sample": s.trajectory.sample_id} for s in batch(0)]
+        assert audit(issued, world.journal(), prompts_per_step=PROMPTS).is_clean
+
+
+async def test_a_node_may_be_lost_twice_in_one_write(tmp_path: Path) -> None:
+    async with trainer(tmp_path, *await new_bus()) as world:
+        late = DeadlineExceeded(role="rank-0", peer="gps", phase="commit write", deadline_s=180)
+        world.ranks.errors["write"] = [node_lost(), late]
+        await world.score(*batch(0))
+        await world.shift("up")
+        await until(lambda: world.service.step == 1, "step")
+        assert (world.ranks.loaded, world.ranks.count("write")) == ([""], 3)
+
+
+async def test_a_commit_whose_answer_was_lost_is_a_written_policy(tmp_path: Path) -> None:
+    async with trainer(tmp_path, *await new_bus()) as world:
+        world.ranks.lost_answers["write"] = 1
+        await world.score(*batch(0))
+        await world.shift("up")
+        await until(lambda: world.service.step == 1, "step")
+        assert (world.ranks.loaded, world.ranks.count("write"), world.ranks.gps_version) == ([""], 1, 1)
+        assert not [e for e in world.journal() if e["event"] == "write_retried"]
+
+
+async def test_a_node_that_never_comes_back_costs_a_start_over(tmp_path: Path) -> None:
+    async with trainer(tmp_path, *await new_bus()) as world:
+        world.ranks.errors["write"] = [node_lost() for _ in range(TRIES.most)]
+        await world.score(*batch(0))
+        await world.shift("up")
+        await until(lambda: world.service.step == 1 and world.service.activity == "done", "step")
+        assert world.ranks.loaded == ["", "step-000001"]
+        assert (world.ranks.count("train"), world.ranks.count("write")) == (1, TRIES.most + 1)
+
+
+async def test_a_write_after_a_start_is_tried_again_too(tmp_path: Path) -> None:
+    Checkpoints(tmp_path).commit(Checkpoint(1, "step-000001"))
+    bus, ranks = await new_bus()
+    ranks.errors["write"] = [node_lost()]
+    async with trainer(tmp_path, bus, ranks) as world:
+        assert (ranks.loaded, ranks.count("write"), ranks.gps_version) == (["step-000001"], 2, 1)
+        assert world.service.step == 1
+
+
+async def test_ranks_lost_between_two_tries_start_over(tmp_path: Path) -> None:
+    async with trainer(tmp_path, *await new_bus()) as world:
+        world.ranks.hold["write 1"] = asyncio.Event()
+        world.ranks.errors["write"] = [node_lost()]
+        await world.score(*batch(0))
+        await world.shift("up")
+        await until(lambda: world.ranks.count("write") == 1, "the first try")
+        del world.ranks.hold["write 1"]
+        world.ranks.generation = "g2"
+        await until(lambda: world.service.step == 1 and world.service.activity == "done", "step")
+        assert world.ranks.loaded == ["", "step-000001"]
 
 
 async def test_a_restarted_trainer_continues_where_the_checkpoint_is(tmp_path: Path) -> None:
