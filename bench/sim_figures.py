@@ -46,6 +46,7 @@ VERDICT_MEDIANS = (200, 800, 2_000, 6_000, 12_000)
 VERDICT_SIGMAS = (0.1, 0.4, 0.7, 1.1)
 KINDS = ("bars", "timeline", "window", "ablations", "causes", "sensitivity")
 ABLATIONS = ("static", "rule_based", "vanilla", "vanilla_model", "pivot")
+WINDOW_STEPS, WINDOW_WARMUP = 21, 9
 WINDOWS_S = (0.01, 5.0, 30.0, 60.0, 90.0, 120.0, 600.0)
 
 
@@ -206,7 +207,8 @@ def rates(marks: Any, tokens: list[float], over_s: float = 10.0) -> tuple[list[f
 def window(scenario: str, mode: str, out: Path, training: int | None) -> None:
     speeds, shifts = [], []
     for window_s in WINDOWS_S:
-        row = describe(run(scenario, mode, Options(planner=PlannerConfig(window_s=window_s)), training))
+        options = Options(WINDOW_STEPS, WINDOW_WARMUP, PlannerConfig(window_s=window_s))
+        row = describe(run(scenario, mode, options, training))
         speeds.append(row["throughput_tokens_per_s"])
         shifts.append(row["shifts_per_step"])
         print(json.dumps({"window_s": window_s, "tokens_per_s": speeds[-1], "shifts_per_step": shifts[-1]}))

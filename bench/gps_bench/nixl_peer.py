@@ -45,8 +45,10 @@ class NixlLink:
     """NIXL from the pool region of another process into `target`. `tls` is UCX_TLS; "" lets UCX choose."""
 
     def __init__(self, view: PoolView, target: np.ndarray, tls: str) -> None:
-        if tls:  # other interfaces may come and go while this runs
-            os.environ |= {"UCX_TLS": tls, "UCX_NET_DEVICES": "lo"}
+        # other interfaces may come and go while this runs; what starts later must not be told the same
+        chosen = {"UCX_TLS": tls, "UCX_NET_DEVICES": "lo"} if tls else {}
+        self._before = {name: os.environ.get(name) for name in chosen}
+        os.environ |= chosen
         self._peer = subprocess.Popen(
             [sys.executable, __file__, "offer", view.model_dump_json()],
             stdin=subprocess.PIPE,
@@ -72,6 +74,9 @@ class NixlLink:
 
     def close(self) -> None:
         self._transport.close()
+        for name, value in self._before.items():
+            del os.environ[name]
+            os.environ |= {name: value} if value is not None else {}
         assert self._peer.stdin is not None
         self._peer.stdin.close()
         self._peer.wait(30)
