@@ -35,6 +35,7 @@ from shared.layout.transfer_plan import (
     lower_bound_s,
     plan_transfers,
 )
+from tests.support.layouts import regions
 
 
 def spec(name: str, *shape: int, itemsize: int = 2) -> TensorSpec:
@@ -52,16 +53,6 @@ shapes = st.lists(st.integers(1, 7), min_size=0, max_size=3).map(tuple)
 def spec_lists(draw: st.DrawFn) -> list[TensorSpec]:
     found = draw(st.lists(shapes, min_size=1, max_size=4))
     return [TensorSpec(f"model.layers.{i}.w", "float32", 4, shape) for i, shape in enumerate(found)]
-
-
-@st.composite
-def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
-    numel = int(np.prod(shape, dtype=int))
-    if draw(st.booleans()):
-        start = draw(st.integers(0, numel))
-        return FlatRange(start, draw(st.integers(0, numel - start)))
-    starts = tuple(draw(st.integers(0, n)) for n in shape)
-    return Box(starts, tuple(draw(st.integers(0, n - a)) for a, n in zip(starts, shape, strict=True)))
 
 
 @st.composite

@@ -9,35 +9,14 @@ from hypothesis import strategies as st
 from services.trainer.advantages import group_advantages, weigh
 from services.trainer.batches import Batch, BatchAssembler
 from shared.contracts.reward import ScoredSample
-from shared.contracts.rollout import Trajectory
 from shared.ids import sample_id
+from tests.support.samples import scored_sample
 
 PROMPTS, GROUP = 2, 3
 
 
 def scored(prompt: int, sample: int, reward: float | None = 1.0, *, tokens: int = 2) -> ScoredSample:
-    trajectory = Trajectory(
-        sample_id=sample_id(prompt, sample),
-        prompt_index=prompt,
-        group_size=GROUP,
-        prompt_token_ids=(1,),
-        response_token_ids=(2,) * tokens,
-        logprobs=(-1.0,) * tokens,
-        versions=((0, tokens),),
-        finish_reason="stop",
-        prompt_text="",
-        response_text="",
-        task={},
-    )
-    return ScoredSample(
-        trajectory=trajectory,
-        reward=reward,
-        verifiable_reward=reward,
-        genrm_reward=None,
-        genrm_attempts=0,
-        genrm_tokens=0,
-        unscored_reason=None,
-    )
+    return scored_sample(prompt, sample, reward, group_size=GROUP, num_tokens=tokens)
 
 
 def arrivals(seed: int, steps: int, repeats: int) -> Iterator[tuple[int, ScoredSample]]:

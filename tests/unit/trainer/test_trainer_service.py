@@ -17,7 +17,6 @@ from shared.bus.memory_bus import MemoryBus
 from shared.contracts.planner import DeviceLease, ShiftDown, ShiftStepDone, ShiftUp
 from shared.contracts.rank import RankStatus
 from shared.contracts.reward import ScoredSample
-from shared.contracts.rollout import Trajectory
 from shared.contracts.subjects import Subjects
 from shared.contracts.trainer import StepCompleted
 from shared.errors import Conflict, DeadlineExceeded, PivotError
@@ -27,6 +26,7 @@ from shared.runtime.checkpoints import Checkpoint, Checkpoints
 from shared.runtime.clock import SystemClock
 from shared.runtime.config import RunConfig
 from shared.runtime.journal import Journal, read_journal
+from tests.support.samples import scored_sample
 from tests.unit.trainer.rank_responder import FREED_BYTES, MOVED_BYTES, RankResponders
 
 PROMPTS, GROUP, WORLD_SIZE = 2, 2, 2
@@ -51,28 +51,7 @@ def config() -> RunConfig:
 
 
 def scored(prompt: int, sample: int, reward: float | None, *, tokens: int = 3) -> ScoredSample:
-    trajectory = Trajectory(
-        sample_id=sample_id(prompt, sample),
-        prompt_index=prompt,
-        group_size=GROUP,
-        prompt_token_ids=(1, 2),
-        response_token_ids=tuple(range(tokens)),
-        logprobs=(-1.0,) * tokens,
-        versions=((0, tokens),) if tokens else (),
-        finish_reason="stop",
-        prompt_text="",
-        response_text="",
-        task={},
-    )
-    return ScoredSample(
-        trajectory=trajectory,
-        reward=reward,
-        verifiable_reward=reward,
-        genrm_reward=None,
-        genrm_attempts=1,
-        genrm_tokens=5,
-        unscored_reason=None if reward is not None else "no verdict",
-    )
+    return scored_sample(prompt, sample, reward, group_size=GROUP, num_tokens=tokens)
 
 
 def batch(step: int) -> list[ScoredSample]:
