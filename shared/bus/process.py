@@ -117,8 +117,7 @@ class ServiceContext:
 
     def ready(self) -> None:
         """Tells the supervisor that this process can be used."""
-        name = self.name if self.node == 0 else f"{self.name}-n{self.node}"
-        path = self.folder.processes / f"{name}.json"
+        path = self.folder.ready_file(self.name, self.node)
         path.write_text(json.dumps({"pid": os.getpid(), "ready_s": self.clock.now_s()}))
 
     async def _close(self) -> None:

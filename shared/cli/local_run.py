@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,8 @@ from shared.errors import ConfigError, DeadlineExceeded, PivotError
 from shared.runtime.audit import Audit, audit_folder
 from shared.runtime.config import RunConfig
 from shared.runtime.models import PACKAGE_PREFIX, is_prepared, model_folder
-from shared.runtime.run_folder import Endpoints, RunFolder, choose_endpoints
+from shared.runtime.nodes import Machine, are_all_here, machine_of
+from shared.runtime.run_folder import Endpoints, RunFolder, choose_endpoints, joined_endpoints
 from shared.runtime.supervisor import Event, Supervisor
 
 POLL_S = 1.0
@@ -33,10 +33,14 @@ OnPhase = Callable[[str, int, int, str], None]
 
 
 class LocalRun:
-    """Owns the supervisor of one run. `on_phase` is told of progress; nothing here prints."""
+    """Owns the supervisor of one run, or of its node `node`. `on_phase` is told of progress; nothing here
+    prints."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, on_phase: OnPhase) -> None:
-        self.config, self.folder = config, folder
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, on_phase: OnPhase, node: int | None = None
+    ) -> None:
+        self.config, self.folder, self._node = config, folder, node
+        self._supervisor_file = folder.supervisor_file(node or 0)
         self._on_phase = on_phase
         self._stop = asyncio.Event()
         self._ready: set[str] = set()
@@ -50,14 +54,19 @@ class LocalRun:
     @contextlib.asynccontextmanager
     async def running(self):  # type: ignore[no-untyped-def]
         """Everything started and ready while the block runs; everything stopped after it."""
+        machine = machine_of(self.config, self._node)
         self.folder.create()
-        _refuse_second(self.folder)
-        endpoints = self.endpoints = choose_endpoints(self.config, _previous(self.folder))
-        await asyncio.to_thread(require, self.config, self.folder, endpoints)
+        _refuse_second(self.folder, self._node or 0)
+        previous = self.folder.read() if self.folder.run_json.exists() else None
+        endpoints = self.endpoints = endpoints_for(self.config, machine, previous)
+        await asyncio.to_thread(require, self.config, self.folder, endpoints, machine)
         await self.prepare_models()
-        self._recover_scratch()
-        self.folder.write(self.config, endpoints)
-        specs = process_specs(self.config, self.folder, endpoints)
+        if previous != (self.config, endpoints):
+            self.folder.write(self.config, endpoints)
+        specs = process_specs(self.config, self.folder, endpoints, machine)
+        for spec in specs:  # of a former start: they would lie about this one
+            if spec.ready_file is not None:
+                spec.ready_file.unlink(missing_ok=True)
         self.supervisor = Supervisor(specs, self.folder.logs, self._on_process)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -71,7 +80,7 @@ class LocalRun:
         finally:
             self._on_phase("stop", 0, 1, "stopping")
             await self.supervisor.stop()
-            (self.folder.path / "supervisor.json").unlink(missing_ok=True)
+            self._supervisor_file.unlink(missing_ok=True)
             self._on_phase("stop", 1, 1, "stopped")
 
     async def until_finished(self) -> bool:
@@ -167,17 +176,12 @@ class LocalRun:
                 raise ConfigError("models", spec, f"cannot be converted: {answer.stderr[-500:]}", "See above")
             self._on_phase("models", i + 1, len(specs), "")
 
-    def _recover_scratch(self) -> None:
-        """Ready files of a former start would lie about this one."""
-        shutil.rmtree(self.folder.processes, ignore_errors=True)
-        self.folder.processes.mkdir(parents=True)
-
     def _on_process(self, event: Event, name: str, detail: str) -> None:
         assert self.supervisor is not None
         pids = {"supervisor": os.getpid(), **self.supervisor.pids}
-        temporary = self.folder.path / "supervisor.tmp"
+        temporary = self._supervisor_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(pids))
-        temporary.replace(self.folder.path / "supervisor.json")
+        temporary.replace(self._supervisor_file)
         if event == "ready":
             self._ready.add(name)
         if event in ("starting", "ready"):
@@ -234,22 +238,38 @@ async def _checked(call: Any) -> dict[str, Any]:
     return values
 
 
-def _previous(folder: RunFolder) -> Endpoints | None:
-    return folder.read()[1] if folder.run_json.exists() else None
+def endpoints_for(
+    config: RunConfig, machine: Machine, previous: tuple[RunConfig, Endpoints] | None
+) -> Endpoints:
+    """Ports and tokens for a start on `machine`; `previous` is what the run folder tells of an earlier one.
+
+    Raises:
+        ConfigError: other nodes could not reach the bus, or know what node 0 chose.
+    """
+    if config.network.nats_url is None and not are_all_here(config):
+        raise ConfigError(
+            "network.nats_url",
+            None,
+            "is needed where gps.nodes names several machines: only node 0 reaches a server of the run's own",
+            "Start a NATS server that all nodes reach, and name it",
+        )
+    if machine.has_services:
+        return choose_endpoints(config, previous[1] if previous else None)
+    return joined_endpoints(config, previous)
 
 
-def living_supervisor(folder: RunFolder) -> int | None:
-    """The pid of the supervisor that runs this folder, if it lives."""
+def living_supervisor(folder: RunFolder, node: int = 0) -> int | None:
+    """The pid of the supervisor that runs this folder, or this node's part of it, if it lives."""
     try:
-        pid = int(json.loads((folder.path / "supervisor.json").read_text())["supervisor"])
+        pid = int(json.loads(folder.supervisor_file(node).read_text())["supervisor"])
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except (OSError, ValueError):  # no such file, torn by a power cut, or no such process
         return None
     return pid if "pivotrl" in command or "shared.cli" in command else None
 
 
-def _refuse_second(folder: RunFolder) -> None:
-    pid = living_supervisor(folder)
+def _refuse_second(folder: RunFolder, node: int) -> None:
+    pid = living_supervisor(folder, node)
     if pid is not None and pid != os.getpid():
         raise ConfigError(
             "run.folder", str(folder.path), f"is in use by process {pid}", "pivotrl stop it first"

@@ -28,6 +28,7 @@ from shared.cli.sim import sim
 from shared.cli.tables import placement_table, steps_table
 from shared.errors import ConfigError, NotFound, PivotError
 from shared.runtime.config import RunConfig, load_config
+from shared.runtime.nodes import machine_of
 from shared.runtime.run_folder import Endpoints, RunFolder, choose_endpoints
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -35,6 +36,10 @@ console = Console() if sys.stdout.isatty() else Console(width=140)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="the run's YAML")]
 SetOption = Annotated[list[str], typer.Option("--set", help="KEY=VALUE over the YAML, e.g. policy=colocated")]
+NodeOption = Annotated[
+    int | None,
+    typer.Option("--node", min=0, help="this machine's number in gps.nodes; without it all nodes are here"),
+]
 RunOption = Annotated[Path, typer.Option("--run", help="the run folder")]
 DEFAULT_RUN = Path("runs/demo")
 
@@ -54,10 +59,17 @@ app.command("replay")(replay_run)
 
 
 @app.command()
-def run(config: ConfigArgument, set_: SetOption = []) -> None:  # noqa: B006  # typer copies it
+def run(
+    config: ConfigArgument,
+    set_: SetOption = [],  # noqa: B006  # typer copies it
+    node: NodeOption = None,
+) -> None:
     """Start a run, train it to its last step, export the model, print the table. Goes on where a former
-    start stopped."""
-    asyncio.run(_run(_load(config, set_), until_finished=True))
+    start stopped. Of several machines the first does this; the others `up --node N`."""
+    if node:
+        remedy = f"On this machine: pivotrl up {config} --node {node}"
+        raise ConfigError("--node", node, "does not see the run's end: the services are on node 0", remedy)
+    asyncio.run(_run(_load(config, set_), node, until_finished=True))
 
 
 @app.command()
@@ -65,11 +77,12 @@ def up(
     config: ConfigArgument,
     set_: SetOption = [],  # noqa: B006
     detach: Annotated[bool, typer.Option("--detach", "-d", help="return once everything is ready")] = False,
+    node: NodeOption = None,
 ) -> None:
-    """Start a run and keep its services up until Ctrl-C, also after the last step."""
+    """Start a run, or one node's part of it, and keep it up until Ctrl-C, also after the last step."""
     loaded = _load(config, set_)
     if not detach:
-        asyncio.run(_run(loaded, until_finished=False))
+        asyncio.run(_run(loaded, node, until_finished=False))
         return
     folder = RunFolder(loaded.run.folder)
     folder.create()
@@ -80,27 +93,30 @@ def up(
         "up",
         str(config),
         *(a for s in set_ for a in ("--set", s)),
+        *(() if node is None else ("--node", str(node))),
     ]
-    with open(folder.logs / "supervisor.log", "ab") as log:
+    log_file = folder.logs / folder.supervisor_file(node or 0).with_suffix(".log").name
+    with open(log_file, "ab") as log:
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    marker = folder.path / "up.json"
+    marker = folder.up_file(node or 0)
     marker.unlink(missing_ok=True)
     while not marker.exists():
         if process.poll() is not None:
-            raise PivotError(f"the run did not start: see {folder.logs / 'supervisor.log'}")
+            raise PivotError(f"the run did not start: see {log_file}")
         time.sleep(0.2)
-    console.print(f"up, process {process.pid}; stop it with: pivotrl stop --run {folder.path}")
+    part = "" if node is None else f" --node {node}"
+    console.print(f"up, process {process.pid}; stop it with: pivotrl stop --run {folder.path}{part}")
 
 
-async def _run(config: RunConfig, *, until_finished: bool) -> None:
+async def _run(config: RunConfig, node: int | None, *, until_finished: bool) -> None:
     folder = RunFolder(config.run.folder)
     progress = Progress(console)
-    local = LocalRun(config, folder, progress)
+    local = LocalRun(config, folder, progress, node)
     with progress:
         async with local.running():
-            (folder.path / "up.json").write_text(json.dumps({"pid": os.getpid()}))
+            folder.up_file(node or 0).write_text(json.dumps({"pid": os.getpid()}))
             if not until_finished:
                 url = local.endpoints.http_url("monitor") if local.endpoints else ""
                 console.print(f"dashboard and REST: {url}/docs")
@@ -151,10 +167,10 @@ def init(
 
 
 @app.command()
-def node(run: RunOption = DEFAULT_RUN) -> None:
+def node(run: RunOption = DEFAULT_RUN, node: NodeOption = None) -> None:
     """Run the replicas and ranks of this machine until stopped; the services run elsewhere."""
     with Progress(console) as progress:
-        asyncio.run(nodes.serve_node(RunFolder(run), progress))
+        asyncio.run(nodes.serve_node(RunFolder(run), progress, node))
 
 
 @app.command()
@@ -171,12 +187,14 @@ def plan(
     config: ConfigArgument,
     set_: SetOption = [],  # noqa: B006
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only show (the one mode there is)")] = True,
+    node: NodeOption = None,
 ) -> None:
-    """Show placement and bytes before anything starts."""
+    """Show placement, and bytes on this machine, before anything starts."""
     loaded = _load(config, set_)
     folder = RunFolder(loaded.run.folder)
+    machine = machine_of(loaded, node)
     console.print(placement_table(loaded))
-    for what, nbytes in preflight.memory_plan(loaded, folder).items():
+    for what, nbytes in preflight.memory_plan(loaded, folder, machine).items():
         console.print(f"  {what:<40}{nbytes / 2**30:6.2f} GiB", highlight=False)
 
 
@@ -184,13 +202,15 @@ def plan(
 def doctor(
     config: Annotated[Path, typer.Argument()] = Path("deploy/config/demo.yaml"),
     set_: SetOption = [],  # noqa: B006
+    node: NodeOption = None,
 ) -> None:
     """Check this machine for a run: models, data, devices, memory, shared memory, ports, compiler."""
     loaded = _load(config, set_)
     folder = RunFolder(loaded.run.folder)
-    endpoints = None if living_supervisor(folder) else choose_endpoints(loaded, None)
+    machine = machine_of(loaded, node)
+    endpoints = None if living_supervisor(folder, node or 0) else choose_endpoints(loaded, None)
     failed = False
-    for check in preflight.checks(loaded, folder, endpoints):
+    for check in preflight.checks(loaded, folder, endpoints, machine):
         failed |= check.error is not None
         mark = "[red]✗[/]" if check.error else "[green]✓[/]"
         console.print(f"{mark} {check.name}: {check.detail}", highlight=False, soft_wrap=True)
@@ -198,15 +218,15 @@ def doctor(
 
 
 @app.command()
-def ps(run: RunOption = DEFAULT_RUN) -> None:
-    """The run's processes."""
-    path = run / "supervisor.json"
-    if living_supervisor(RunFolder(run)) is None:
+def ps(run: RunOption = DEFAULT_RUN, node: NodeOption = None) -> None:
+    """The run's processes on this machine."""
+    folder = RunFolder(run)
+    if living_supervisor(folder, node or 0) is None:
         raise NotFound(f"no run is up in {run}")
     import psutil
 
     table = Table("process", "pid", "memory", "up")
-    for name, pid in json.loads(path.read_text()).items():
+    for name, pid in json.loads(folder.supervisor_file(node or 0).read_text()).items():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             memory = f"{process.memory_info().rss / 2**20:.0f} MiB"
@@ -275,14 +295,15 @@ def logs(
 
 
 @app.command()
-def stop(run: RunOption = DEFAULT_RUN) -> None:
-    """Stop the run in this folder; `pivotrl run` or `up` goes on from there."""
-    pid = living_supervisor(RunFolder(run))
+def stop(run: RunOption = DEFAULT_RUN, node: NodeOption = None) -> None:
+    """Stop the run in this folder, or this node's part; `pivotrl run` or `up` goes on from there."""
+    folder = RunFolder(run)
+    pid = living_supervisor(folder, node or 0)
     if pid is None:
         raise NotFound(f"no run is up in {run}")
     os.kill(pid, signal.SIGTERM)
     for _ in range(200):
-        if living_supervisor(RunFolder(run)) is None:
+        if living_supervisor(folder, node or 0) is None:
             console.print("stopped")
             return
         time.sleep(0.1)

@@ -16,6 +16,7 @@ from shared.cli.local_run import LocalRun, OnPhase
 from shared.cli.preflight import require
 from shared.cli.processes import node_specs
 from shared.runtime.config import RunConfig
+from shared.runtime.nodes import machine_of
 from shared.runtime.run_folder import NATS_PORT, RunFolder, spread_endpoints
 from shared.runtime.supervisor import Event, Supervisor
 
@@ -25,22 +26,23 @@ async def init(config: RunConfig, folder: RunFolder, address: str, on_phase: OnP
     folder.create()
     previous = folder.read()[1] if folder.run_json.exists() else None
     endpoints = spread_endpoints(config, previous, address)
-    await asyncio.to_thread(require, config, folder, endpoints)
+    await asyncio.to_thread(require, config, folder, endpoints, machine_of(config, 0))
     await LocalRun(config, folder, on_phase).prepare_models()
     if config.network.nats_url is None:
         write_server_config(folder.nats, host="0.0.0.0", port=NATS_PORT, token=endpoints.nats_token)
     folder.write(config, endpoints)
 
 
-async def serve_node(folder: RunFolder, on_phase: OnPhase) -> None:
-    """The replicas and ranks of this machine until SIGTERM.
+async def serve_node(folder: RunFolder, on_phase: OnPhase, node: int | None = None) -> None:
+    """The replicas and ranks of this machine until SIGTERM; `node` as for `machine_of`.
 
     Raises:
+        ConfigError: there is no such node.
         ProcessFailed: one cannot be kept alive.
     """
     config, _ = folder.read()
     ready: set[str] = set()
-    specs = node_specs(config, folder)
+    specs = node_specs(config, folder, machine_of(config, node))
 
     def on_event(event: Event, name: str, detail: str) -> None:
         if event == "ready":

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +13,10 @@ import psutil
 
 from shared.bus.embedded_nats import server_binary
 from shared.errors import ConfigError
+from shared.ids import DeviceId
 from shared.runtime.config import RunConfig
 from shared.runtime.models import PACKAGE_PREFIX, check_model, is_prepared, model_folder, parameter_bytes
+from shared.runtime.nodes import Machine, node_addresses, node_of
 from shared.runtime.run_folder import SERVICES, Endpoints, RunFolder, port_is_free
 from shared.runtime.topology import cluster_of, rank_devices
 
@@ -30,26 +32,28 @@ class Check:
     error: ConfigError | None = None
 
 
-def checks(config: RunConfig, folder: RunFolder, endpoints: Endpoints | None) -> Iterator[Check]:
-    """All checks, in the order in which a person would mend them."""
+def checks(
+    config: RunConfig, folder: RunFolder, endpoints: Endpoints | None, machine: Machine
+) -> Iterator[Check]:
+    """All checks of what `machine` does, in the order in which a person would mend them."""
     yield _run("models.policy", lambda: _model("models.policy", config.models.policy, folder))
     yield _run("models.genrm", lambda: _model("models.genrm", config.models.genrm, folder))
     yield _run("data and template", lambda: _data(config, folder))
-    yield _run("devices", lambda: _devices(config))
-    yield _run("shared memory", lambda: _shared_memory(config, folder))
-    yield _run("memory", lambda: _memory(config, folder))
+    yield _run("devices", lambda: _devices(config, machine))
+    yield _run("shared memory", lambda: _shared_memory(config, folder, machine))
+    yield _run("memory", lambda: _memory(config, folder, machine))
     yield _run("NATS server", lambda: config.network.nats_url or server_binary())
     if endpoints is not None:
-        yield _run("ports", lambda: _ports(endpoints))
+        yield _run("ports", lambda: _ports(config, endpoints, machine))
     yield _run("compiler", _compiler)
 
 
-def require(config: RunConfig, folder: RunFolder, endpoints: Endpoints) -> None:
+def require(config: RunConfig, folder: RunFolder, endpoints: Endpoints, machine: Machine) -> None:
     """
     Raises:
         ConfigError: the first check that fails.
     """
-    for check in checks(config, folder, endpoints):
+    for check in checks(config, folder, endpoints, machine):
         if check.error is not None:
             raise check.error
 
@@ -88,29 +92,50 @@ def _data(config: RunConfig, folder: RunFolder) -> str:
     return str(values["detail"])
 
 
-def _devices(config: RunConfig) -> str:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """How much of the run is on a machine."""
+
+    devices: int
+    replicas: int
+    ranks: int
+
+
+def _part(config: RunConfig, machine: Machine) -> _Part:
+    def is_here(devices: Iterable[DeviceId]) -> bool:
+        return node_of(config, devices) in machine.nodes
+
     cluster = cluster_of(config)
+    return _Part(
+        sum(is_here([device]) for device in cluster.devices),
+        sum(is_here(slot.devices) for slot in cluster.slots),
+        sum(is_here([device]) for device in rank_devices(config)),
+    )
+
+
+def _devices(config: RunConfig, machine: Machine) -> str:
+    part, nodes = _part(config, machine), len(node_addresses(config))
+    of_nodes = "" if nodes == len(machine.nodes) else f", of which {part.devices} on this of {nodes} nodes"
     if config.cluster.kind == "cuda":
         found = _num_gpus()
-        if config.num_devices > found:
+        if part.devices > found:
             raise ConfigError(
                 "cluster.devices",
                 config.num_devices,
-                f"this machine has {found} GPUs",
+                f"this machine has {found} GPUs{of_nodes}",
                 "Lower it, or use cluster.kind: cpu",
             )
-        return f"{config.num_devices} of {found} GPUs"
+        return f"{part.devices} of {found} GPUs"
     cores = os.cpu_count() or 1
-    if config.num_devices > 4 * cores:
+    if part.devices > 4 * cores:
         raise ConfigError(
             "cluster.devices",
             config.num_devices,
-            f"this machine has {cores} cores",
-            f"Use at most {4 * cores}",
+            f"this machine has {cores} cores{of_nodes}",
+            f"Use at most {4 * cores} on one machine",
         )
-    shared = f" (more than the {cores} cores: they share them)" if config.num_devices > cores else ""
-    hosted = f"{len(cluster.slots)} replicas, {len(rank_devices(config))} ranks"
-    return f"{config.num_devices} CPU slots{shared}, {hosted}"
+    shared = f" (more than the {cores} cores: they share them)" if part.devices > cores else ""
+    return f"{part.devices} CPU slots{shared}, {part.replicas} replicas, {part.ranks} ranks"
 
 
 def _num_gpus() -> int:
@@ -128,14 +153,17 @@ def _sizes(config: RunConfig, folder: RunFolder) -> tuple[int, int]:
     return size(config.models.policy), size(config.models.genrm)
 
 
-def pool_bytes(config: RunConfig, folder: RunFolder) -> int:
-    """GPS holds the policy twice (a version is written while the other is read) and the GenRM once."""
+def pool_bytes(config: RunConfig, folder: RunFolder, machine: Machine) -> int:
+    """GPS holds the policy twice (a version is written while the other is read) and the GenRM once; on each
+    node, or as much of it as `gps.node_bytes` allows."""
     policy, genrm = _sizes(config, folder)
-    return 2 * policy + genrm
+    whole = 2 * policy + genrm
+    most = config.gps.node_bytes if config.gps is not None else None
+    return len(machine.nodes) * (whole if most is None else min(whole, most))
 
 
-def _shared_memory(config: RunConfig, folder: RunFolder) -> str:
-    needed = pool_bytes(config, folder)
+def _shared_memory(config: RunConfig, folder: RunFolder, machine: Machine) -> str:
+    needed = pool_bytes(config, folder, machine)
     usage = shutil.disk_usage(SHM)
     held = sum(f.stat().st_size for f in SHM.glob(f"pivotrl-{config.run.name}-*"))
     if needed > usage.free + held:
@@ -148,23 +176,23 @@ def _shared_memory(config: RunConfig, folder: RunFolder) -> str:
     return f"{needed / 2**20:.0f} MiB of {usage.free / 2**20:.0f} MiB free"
 
 
-def memory_plan(config: RunConfig, folder: RunFolder) -> dict[str, int]:
-    """Bytes of host memory by what needs them, with everything that can be awake at once awake."""
+def memory_plan(config: RunConfig, folder: RunFolder, machine: Machine) -> dict[str, int]:
+    """Bytes of host memory of `machine` by what needs them, with everything that can be awake at once
+    awake."""
     policy, genrm = _sizes(config, folder)
-    cluster = cluster_of(config)
-    ranks = len(rank_devices(config))
-    awake = config.num_devices * max(policy, genrm) if config.cluster.kind == "cpu" else 0
+    part, ranks = _part(config, machine), len(rank_devices(config))
+    awake = part.devices * max(policy, genrm) if config.cluster.kind == "cpu" else 0
     return {
-        "GPS pool": pool_bytes(config, folder),
-        "engine processes": len(cluster.slots) * PROCESS_BYTES,
-        "engine weights and KV": awake + config.num_devices * (128 << 20),
-        "ranks (master, optimizer, gradients)": 9 * policy + ranks * PROCESS_BYTES,
-        "services": 6 * (120 << 20),
+        "GPS pool": pool_bytes(config, folder, machine),
+        "engine processes": part.replicas * PROCESS_BYTES,
+        "engine weights and KV": awake + part.devices * (128 << 20),
+        "ranks (master, optimizer, gradients)": 9 * policy * part.ranks // ranks + part.ranks * PROCESS_BYTES,
+        "services": (6 if machine.has_services else 1) * (120 << 20),
     }
 
 
-def _memory(config: RunConfig, folder: RunFolder) -> str:
-    needed = sum(memory_plan(config, folder).values())
+def _memory(config: RunConfig, folder: RunFolder, machine: Machine) -> str:
+    needed = sum(memory_plan(config, folder, machine).values())
     available = psutil.virtual_memory().available
     if needed > available:
         raise ConfigError(
@@ -176,14 +204,19 @@ def _memory(config: RunConfig, folder: RunFolder) -> str:
     return f"about {needed / 2**30:.1f} GiB of {available / 2**30:.1f} GiB available"
 
 
-def _ports(endpoints: Endpoints) -> str:
-    for name in SERVICES:
+def _ports(config: RunConfig, endpoints: Endpoints, machine: Machine) -> str:
+    """GPS of several nodes listens where `gps.nodes` says, everything else at the run's host."""
+    addresses = node_addresses(config)
+    listening = [("gps", addresses[n] if len(addresses) > 1 else endpoints.host) for n in machine.nodes]
+    if machine.has_services:
+        listening += [(name, endpoints.host) for name in SERVICES if name != "gps"]
+    for name, host in listening:
         port = endpoints.http_ports[name]
-        if not port_is_free(endpoints.host, port):
+        if not port_is_free(host, port):
             raise ConfigError(
                 "network.http_port",
                 port,
-                f"port {port} ({name}) is taken on {endpoints.host}",
+                f"port {port} ({name}) is taken on {host}",
                 "Choose another, or 0 for free ones",
             )
     ports = sorted(endpoints.http_ports.values())

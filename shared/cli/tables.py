@@ -6,6 +6,7 @@ from rich.table import Table
 
 from shared.ids import Role
 from shared.runtime.config import RunConfig
+from shared.runtime.nodes import node_addresses, node_of
 from shared.runtime.topology import cluster_of
 
 
@@ -56,7 +57,9 @@ def steps_table(summary: dict[str, Any]) -> Table:
 def placement_table(config: RunConfig) -> Table:
     """Which replica and rank each device hosts."""
     cluster = cluster_of(config)
-    table = Table("device", "rollout", "reward", "rank", title=f"{config.run.name}: {config.policy}")
+    nodes = len(node_addresses(config))
+    columns = ["device", *(["node"] if nodes > 1 else []), "rollout", "reward", "rank"]
+    table = Table(*columns, title=f"{config.run.name}: {config.policy}")
     ranks = sorted(cluster.training_devices)
     for device in sorted(cluster.devices):
         names = {
@@ -64,7 +67,10 @@ def placement_table(config: RunConfig) -> Table:
             for role in (Role.ROLLOUT, Role.REWARD)
         }
         rank = f"rank-{ranks.index(device)}" if device in ranks else ""
-        table.add_row(f"{config.cluster.kind}:{device}", names[Role.ROLLOUT], names[Role.REWARD], rank)
+        place = [str(node_of(config, [device]))] if nodes > 1 else []
+        table.add_row(
+            f"{config.cluster.kind}:{device}", *place, names[Role.ROLLOUT], names[Role.REWARD], rank
+        )
     return table
 
 

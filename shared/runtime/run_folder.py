@@ -38,6 +38,15 @@ class Endpoints:
         return f"http://{self.hosts.get(service, self.host)}:{self.http_ports[service]}"
 
 
+def on_node(name: str, node: int) -> str:
+    """`name`, told from the same on other nodes.
+
+    >>> on_node("gps", 0), on_node("gps", 2)
+    ('gps', 'gps-n2')
+    """
+    return name if node == 0 else f"{name}-n{node}"
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """Paths of a run."""
@@ -56,6 +65,18 @@ class RunFolder:
     def processes(self) -> Path:
         """One file per process, written when it is ready."""
         return self.path / "processes"
+
+    def ready_file(self, process: str, node: int = 0) -> Path:
+        """What `process` of node `node` writes when it is ready."""
+        return self.processes / f"{on_node(process, node)}.json"
+
+    def supervisor_file(self, node: int = 0) -> Path:
+        """The processes that the launcher of node `node` has started, and itself."""
+        return self.path / f"{on_node('supervisor', node)}.json"
+
+    def up_file(self, node: int = 0) -> Path:
+        """There once everything of node `node` is up."""
+        return self.path / f"{on_node('up', node)}.json"
 
     @property
     def journal(self) -> Path:
@@ -152,6 +173,35 @@ def choose_endpoints(config: RunConfig, previous: Endpoints | None) -> Endpoints
         http_ports=ports,
         token=network.token or (previous.token if previous else secrets.token_urlsafe(24)),
         hosts=_gps_host(config),
+    )
+
+
+def joined_endpoints(config: RunConfig, previous: tuple[RunConfig, Endpoints] | None) -> Endpoints:
+    """For another node than 0: what node 0 has, told by the file alone, or by what it wrote into a run folder
+    that both see (`previous`).
+
+    Raises:
+        ConfigError: neither tells; names the key that would.
+    """
+    network = config.network
+    unknown = [
+        name
+        for name, is_told in (
+            ("network.nats_url", network.nats_url is not None),
+            ("network.token", network.token is not None),
+            ("network.http_port", network.http_port != 0),
+        )
+        if not is_told
+    ]
+    if not unknown:
+        return choose_endpoints(config, None)
+    if previous is not None and previous[0] == config:
+        return previous[1]
+    raise ConfigError(
+        unknown[0],
+        None,
+        "is chosen by node 0, and this node cannot know how",
+        "Set it in the file, or let all nodes share run.folder and start node 0 first",
     )
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from shared.runtime.audit import audit_folder
 from shared.runtime.journal import read_journal
+from shared.runtime.models import parameter_bytes
 from tests.support.run_model import write_run_model
 from tests.support.whole_run import WholeRun, is_alive, write_config
 
@@ -105,6 +106,42 @@ def test_the_planner_moves_devices_to_reward_to_training_and_back(model: Path, t
     assert result["policy_version"] == 4
     assert all(row["staleness_max"] == 0 for row in result["rows"])
     assert all(0 <= row["logprob_gap_mean"] < 0.1 for row in result["rows"])
+
+
+@pytest.mark.timeout(600)
+def test_two_nodes_of_one_machine_start_together_and_train_to_the_end(model: Path, tmp_path: Path) -> None:
+    """Engines on node 0, the rank on node 1, parameter storage on both, which share one copy: every Read and
+    every Write crosses the nodes."""
+    addresses = ["127.0.0.1", "127.0.0.2"]
+    config = write_config(
+        tmp_path,
+        model,
+        policy="rollout_reward_colocated",
+        rollout={"samples_per_prompt": 2, "max_new_tokens": 32},
+        reward={"max_new_tokens": 32},
+        gps={"nodes": addresses, "transport": "any", "node_bytes": 2 * parameter_bytes(model)},
+        training={"steps": 2, "prompts_per_step": 2},
+    )
+    with WholeRun(config) as run:
+        seen = run.until(lambda seen: seen["workload"]["step"] >= 1, START_S, "step 1")
+        nodes = [run.get("gps", "/v1/nodes", host=address) for address in addresses]
+        started = set(run.pids())
+        assert run.wait(300) == 0, run.output()
+    assert [(found["node"], found["group_size"]) for found in nodes] == [(0, 2), (1, 2)]
+    assert started == {
+        "supervisor",
+        "nats",
+        "gps",
+        "gps-n1",
+        *("monitor", "planner", "rollout", "reward", "trainer"),
+        *("rollout-0", "reward-0", "rank-0"),
+    }
+    assert seen["workload"]["step"] in (1, 2)
+    result = run.summary()
+    assert result["steps"] == result["policy_version"] == 2
+    assert audit_folder(run.folder / "journal", prompts_per_step=2).is_clean
+    assert_exported_model_loads_and_differs(model, run.folder / "export")
+    assert leftovers(yaml.safe_load(config.read_text())["run"]["name"]) == []
 
 
 @pytest.mark.timeout(600)

@@ -35,7 +35,7 @@ def write_config(folder: Path, model: Path, **sections: Any) -> Path:
         "network": {"http_port": 0},
     }
     for name, section in sections.items():
-        values[name] = {**values[name], **section} if isinstance(section, dict) else section
+        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
@@ -100,9 +100,11 @@ class WholeRun:
             time.sleep(0.2)
         raise AssertionError(f"{replica} did not come back within {deadline_s} s\n{self.output()}")
 
-    def get(self, service: str, path: str) -> Any:
+    def get(self, service: str, path: str, host: str | None = None) -> Any:
+        """What `service` answers; `host` is for one that is on several nodes."""
         endpoints = json.loads((self.folder / "run.json").read_text())["endpoints"]
-        url = f"http://{endpoints['host']}:{endpoints['http_ports'][service]}{path}"
+        host = endpoints["hosts"].get(service, endpoints["host"]) if host is None else host
+        url = f"http://{host}:{endpoints['http_ports'][service]}{path}"
         return httpx.get(url, timeout=5).json()
 
     def pids(self) -> dict[str, int]:

@@ -18,8 +18,10 @@ from shared.errors import ConfigError
 from shared.ids import sample_id
 from shared.runtime.config import RunConfig
 from shared.runtime.journal import Journal
+from shared.runtime.nodes import Machine
 from shared.runtime.run_folder import RunFolder, choose_endpoints
 
+HERE = Machine(nodes=(0,))
 DEMO = "deploy/config/demo.yaml"
 Run = Callable[..., tuple[int, str, str]]
 
@@ -173,7 +175,7 @@ def test_preflight_names_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
             "cluster": {"devices": 4096},
         }
     )
-    found = {c.name: c for c in islice(checks(config, RunFolder(tmp_path), None), 2)}
+    found = {c.name: c for c in islice(checks(config, RunFolder(tmp_path), None, HERE), 2)}
     for name, told in (
         ("models.policy", "no such folder"),
         ("models.genrm", "no such packaged model"),
@@ -183,12 +185,13 @@ def test_preflight_names_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
         assert told in error.message
         assert error.remedy
     with pytest.raises(ConfigError, match=r"cluster\.devices = 4096: this machine has"):
-        preflight._devices(config)
+        preflight._devices(config, HERE)
 
 
 def test_the_memory_plan_grows_with_devices(tmp_path: Path) -> None:
     def total(devices: int) -> int:
         values = {"models": {"policy": "p", "genrm": "g"}, "cluster": {"devices": devices}}
-        return sum(memory_plan(RunConfig.model_validate(values), RunFolder(tmp_path)).values())
+        plan = memory_plan(RunConfig.model_validate(values), RunFolder(tmp_path), HERE)
+        return sum(plan.values())
 
     assert total(2) < total(4) < total(8)
