@@ -19,15 +19,13 @@ NIXL refuses device memory is a finding, not a failure.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,111 +35,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 
-from bench.gps_bench.timing import Times, interleaved
-from services.gps.layouts import UNCUT, Usage
-from services.gps.packing import pack, spans_between
-from shared.contracts.gps import PeerInfo, PoolView
-from shared.errors import PivotError
-from shared.layout.parallel import engine_layout
-from shared.layout.tensor_layout import Box, FlatRange, whole, zero_range
-from shared.weights.mapped_pool import PREFIX, SHM_FOLDER, MappedPool, map_view
+from services.gps.layouts import UNCUT
+from shared.contracts.gps import PoolView
+from shared.layout.tensor_layout import FlatRange, whole, zero_range
+from shared.weights.mapped_pool import MappedPool, map_view
 from shared.weights.pool_reader import PoolReader
+from tests.gpu.measuring import Device, Report, same, timed
 from tests.gpu.replica_worker import SHAPES
-from tests.support.stored_pools import packing_of, store_for
-from tests.support.tiny_model import TinySpec, write_random_pool
+from tests.gpu.two_storages import STORAGES, USAGE, stored_twice
+from tests.support.stored_pools import packing_of
 from tests.support.vllm_ranks import as_rank, config_of, make_groups
 
-ROOT = Path(__file__).resolve().parents[2]
-USAGE = Usage(num_readers=2, num_writers=2)
-STORAGES = {"row-major": UNCUT, "sliced": USAGE}
 ENGINE_RANKS = ((0, 1), (0, 2), (1, 2))
 ZERO_RANK = 1
-MOST_ROUNDS = 5
 SECTION_BUDGET_S = 30.0
 """For the timed rounds of a section and shape; there are fewer rounds where this is not enough."""
-NIXL_DEADLINE_S, CHILD_DEADLINE_S = 60.0, 240.0
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Where parameters live; on a CPU all is the same, but for the pinning."""
-
-    name: str
-
-    @property
-    def is_gpu(self) -> bool:
-        return self.name == "cuda"
-
-    def empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.name)
-
-    def finish(self) -> None:
-        if self.is_gpu:
-            torch.cuda.synchronize()
-
-
-@dataclass
-class Report:
-    checks: dict[str, bool] = field(default_factory=dict)
-    findings: list[str] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def row(self, times: Times, nbytes: int, limit: str, name: str, **labels: Any) -> None:
-        """How fast `name` was, beside the plain copy `limit` of as many bytes."""
-        self.rows.append(
-            labels
-            | {
-                "gb": round(nbytes / 1e9, 3),
-                "gb_per_s": times.gb_per_s(nbytes, name),
-                "limit_gb_per_s": times.gb_per_s(nbytes, limit),
-                "ratio": times.ratio(limit, name),
-                "rounds": len(times.rounds[name]),
-            }
-        )
-        print(json.dumps(self.rows[-1]), file=sys.stderr, flush=True)
-
-    @contextmanager
-    def section(self, name: str) -> Iterator[None]:
-        """An error in it fails its check, and the next section runs."""
-        begin = time.perf_counter()
-        try:
-            yield
-            self.checks.setdefault(f"{name}: ran to its end", True)
-        except Exception as error:
-            traceback.print_exc()
-            self.checks[f"{name}: ran to its end"] = False
-            self.findings.append(f"{name}: {type(error).__name__}: {error}")
-        print(f"{name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
-
-
-def timed(work: Mapping[str, Callable[[], object]], budget_s: float) -> Times:
-    """`work` in rounds, as many as fit the budget."""
-    begin = time.perf_counter()
-    for do in work.values():
-        do()
-    once_s = time.perf_counter() - begin
-    return interleaved(work, max(1, min(MOST_ROUNDS, int(budget_s / once_s) - 1)))
-
-
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal in every byte."""
-    return left.shape == right.shape and torch.equal(_bytes(left), _bytes(right))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-@contextmanager
-def stored_twice(spec: TinySpec, shape: str) -> Iterator[dict[str, PoolView]]:
-    """The pools of both storages, in files whose names parameter storage could have given."""
-    paths = {name: SHM_FOLDER / f"{PREFIX}gps-reads-{os.getpid()}-{shape}-{name}" for name in STORAGES}
-    try:
-        plain = write_random_pool(spec, paths["row-major"])
-        yield {"row-major": plain, "sliced": store_for(USAGE, plain, paths["sliced"])}
-    finally:
-        for path in paths.values():
-            path.unlink(missing_ok=True)
+PULL = Path(__file__).with_name("gps_pull.py")
+PULL_DEADLINE_S = 240.0
 
 
 class Pools:
@@ -317,13 +227,13 @@ def use_ranks(pools: Pools, shape: str, report: Report) -> None:
 def pull_apart(views: Mapping[str, PoolView], device: Device, shape: str, report: Report) -> None:
     """NIXL in a process of its own: what kills it there is a finding here."""
     asked = json.dumps({name: view.model_dump(mode="json") for name, view in views.items()})
-    command = [sys.executable, __file__, "--pull", shape, "--device", device.name]
+    command = [sys.executable, str(PULL), "--shape", shape, "--device", device.name]
     try:
         done = subprocess.run(
-            command, input=asked, capture_output=True, text=True, timeout=CHILD_DEADLINE_S, check=False
+            command, input=asked, capture_output=True, text=True, timeout=PULL_DEADLINE_S, check=False
         )
     except subprocess.TimeoutExpired:
-        report.findings.append(f"{shape}: NIXL did not end within {CHILD_DEADLINE_S:.0f} s")
+        report.findings.append(f"{shape}: NIXL did not end within {PULL_DEADLINE_S:.0f} s")
         return
     print(done.stderr, file=sys.stderr, flush=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"checks"')]
@@ -335,131 +245,6 @@ def pull_apart(views: Mapping[str, PoolView], device: Device, shape: str, report
     report.checks |= found["checks"]
     report.findings += found["findings"]
     report.rows += found["rows"]
-
-
-def pull(device: Device, shape: str) -> Report:
-    """Pulls both storages, which standard input names, one after another."""
-    from shared.weights.ucx import LaneLog, set_environment
-
-    of_peer = dict(os.environ)  # each process needs a log of its own
-    views = {name: PoolView.model_validate(view) for name, view in json.load(sys.stdin).items()}
-    source, report = map_view(views["row-major"], folder=None), Report()
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "ucx.log"
-        set_environment("any", "127.0.0.1", log)
-        for name, view in views.items():
-            try:
-                with _Peer(view, of_peer) as peer:
-                    _pull_one(peer, view, name, source, device, shape, report)
-            except PivotError as error:
-                report.findings.append(f"{shape}: NIXL, {name} into {device.name}: {error.message}")
-        LaneLog(log).lanes()  # makes UCX write what it keeps back
-        chosen = [line.partition("INFO")[2] for line in log.read_text().splitlines() if "node cfg#" in line]
-        report.findings += [f"{shape}: UCX chose {' '.join(line.split())}" for line in dict.fromkeys(chosen)]
-    return report
-
-
-def _pull_one(
-    peer: "_Peer",
-    view: PoolView,
-    storage: str,
-    source: MappedPool,
-    device: Device,
-    shape: str,
-    report: Report,
-) -> None:
-    from shared.weights.nixl_transport import NixlTransport
-    from shared.weights.ports import Memory
-
-    there = packing_of(view, STORAGES[storage])
-    specs = list(there.specs.values())
-    parts = engine_layout(specs, [["g0", "g1"]]).placements
-    boxes = {p.tensor: p.region for p in parts if p.holder == "g0" and isinstance(p.region, Box)}
-    here = pack(there.specs, boxes, there.storages)
-    spans = spans_between(here, there, list(boxes.items()))
-    nbytes = int(spans[0][:, 1].sum())
-    target = device.empty(here.nbytes, torch.uint8)
-    transport = NixlTransport(f"reader-{os.getpid()}-{storage}", has_progress_thread=False)
-    kind = "VRAM" if device.is_gpu else "DRAM"
-    one = np.array([[0, nbytes]], np.int64)
-
-    def read(name: str) -> None:
-        transport.wait(transport.read(*ends[name]), NIXL_DEADLINE_S)
-
-    try:
-        transport.register("target", Memory(target.data_ptr(), target.nbytes, kind, owner=target))
-        transport.connect(peer.info)
-        ends = {
-            name: (
-                transport.prepare_local("target", near),
-                transport.prepare_remote(peer.info.agent, "pool", far),
-            )
-            for name, (near, far) in {"limit": (one, one), "parts": spans}.items()
-        }
-        read("limit")  # connects
-        target.fill_(0xFF)
-        device.finish()
-        begin = time.perf_counter()
-        read("parts")
-        first_s = time.perf_counter() - begin
-        landed = MappedPool(here.view("landed"), target.cpu().numpy(), writable=False)
-        report.checks[f"{shape}: NIXL pulls {storage} into {kind}"] = all(
-            _equal(landed, source, name, box) for name, box in boxes.items()
-        )
-        times = timed({name: partial(read, name) for name in ends}, SECTION_BUDGET_S / len(STORAGES))
-    finally:
-        transport.close()
-    report.row(
-        times,
-        nbytes,
-        "limit",
-        "parts",
-        shape=shape,
-        what=f"pull into {kind}",
-        who="TP2 rank 0",
-        storage=storage,
-        descriptors=len(spans[0]),
-        first_s=round(first_s, 3),
-    )
-
-
-def _equal(landed: MappedPool, source: MappedPool, name: str, box: Box) -> bool:
-    piece = landed.tensor(name)
-    size = len(landed.raw(name))
-    got, wanted = np.empty(size, np.uint8), np.empty(size, np.uint8)
-    landed.copy_out(name, Box((0,) * len(piece.shape), piece.shape), got)
-    source.copy_out(name, box, wanted)
-    return np.array_equal(got, wanted)
-
-
-class _Peer:
-    """The process that holds a pool in host memory and offers it."""
-
-    def __init__(self, view: PoolView, environment: Mapping[str, str]) -> None:
-        region = view.model_copy(update={"tensors": (), "sliced": ()})
-        command = [sys.executable, str(ROOT / "bench/gps_bench/nixl_peer.py"), "offer"]
-        self._process = subprocess.Popen(
-            [*command, region.model_dump_json()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=dict(environment),
-        )
-        assert self._process.stdout is not None
-        while not (line := self._process.stdout.readline()).startswith(b"{"):
-            if not line:
-                raise PivotError(f"the process that offers {view.path} ended")
-        self.info = PeerInfo.model_validate_json(line)
-
-    def __enter__(self) -> "_Peer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
 
 
 SECTIONS = ("engines", "ranks", "nixl")
@@ -497,12 +282,8 @@ def main() -> int:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", default="gps_reads.json", help="where the JSON goes")
-    parser.add_argument("--pull", metavar="SHAPE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = Device(options.device)
-    if options.pull:
-        print(json.dumps(vars(pull(device, options.pull))))
-        return 0
     report = Report()
     for shape in options.shapes:
         measure(shape, device, options.sections, report)
