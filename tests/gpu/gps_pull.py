@@ -36,7 +36,7 @@ from tests.gpu.two_storages import STORAGES
 from tests.support.stored_pools import packing_of
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S, BUDGET_S = 60.0, 15.0
+DEADLINE_S, BUDGET_S = 30.0, 15.0
 """For one pull; and for the timed rounds of one storage."""
 
 

@@ -51,7 +51,7 @@ ZERO_RANK = 1
 SECTION_BUDGET_S = 30.0
 """For the timed rounds of a section and shape; there are fewer rounds where this is not enough."""
 PULL = Path(__file__).with_name("gps_pull.py")
-PULL_DEADLINE_S = 240.0
+PULL_DEADLINE_S = 180.0
 
 
 class Pools:
