@@ -48,8 +48,8 @@ from tests.support.vllm_ranks import as_rank, config_of, make_groups
 
 ENGINE_RANKS = ((0, 1), (0, 2), (1, 2))
 ZERO_RANK = 1
-SECTION_BUDGET_S = 30.0
-"""For the timed rounds of a section and shape; there are fewer rounds where this is not enough."""
+BUDGET_S = 15.0
+"""For the timed rounds of one thing; there are fewer rounds where this is not enough."""
 PULL = Path(__file__).with_name("gps_pull.py")
 PULL_DEADLINE_S = 180.0
 
@@ -123,7 +123,7 @@ def _read_engine(config: Any, pools: Pools, place: tuple[int, int], shape: str, 
     del loaded, expected
     work = {name: partial(read, pool) for name, pool in pools.pinned.items()}
     plain = pools.plain_copy(nbytes, to_device=True)
-    times = timed({"limit": plain, **work}, SECTION_BUDGET_S / len(ENGINE_RANKS))
+    times = timed({"limit": plain, **work}, BUDGET_S)
     for name in work:
         report.row(times, nbytes, "limit", name, shape=shape, what="read", who=reader, storage=name)
 
@@ -217,7 +217,7 @@ def use_ranks(pools: Pools, shape: str, report: Report) -> None:
         ("checksums of a write", rank.checksums, to_host, pools.plain),
     ):
         work = {name: partial(do, pool) for name, pool in found.items()}
-        times = timed({"limit": limit, **work}, SECTION_BUDGET_S / 3)
+        times = timed({"limit": limit, **work}, BUDGET_S)
         for name in work:
             report.row(times, rank.nbytes, "limit", name, shape=shape, what=what, who=who, storage=name)
     sums = {name: rank.checksums(pools.plain[name]) for name in STORAGES}
