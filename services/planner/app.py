@@ -1,6 +1,7 @@
 """Composition root of the planner: the policy the run names, the executor, REST."""
 
 import asyncio
+import logging
 
 from services.planner.api import planner_router
 from services.planner.executor import ShiftExecutor
@@ -15,17 +16,19 @@ from shared.planning.cluster import Allocation
 from shared.planning.config import PlannerConfig, RolePlanning
 from shared.planning.policies import Split, initial_allocation, make_policy
 from shared.runtime.config import RunConfig
-from shared.runtime.throughput import throughput_model
+from shared.runtime.profiles import throughput_of
+from shared.runtime.run_folder import RunFolder
 from shared.runtime.topology import cluster_of
 from shared.scheduling.migration import warm_up
 
+log = logging.getLogger("pivotrl.planner")
 START_DEADLINE_S = 600.0
 
 
 async def main(ctx: ServiceContext) -> None:
     config = ctx.config
     cluster = cluster_of(config)
-    planner_config = planner_config_of(config)
+    planner_config = planner_config_of(config, ctx.folder)
     leases = DeviceLeases(ctx.bus, ctx.subjects)
     executor = ShiftExecutor(cluster, leases, ctx.bus, ctx.subjects, ctx.clock)
     split = Split(config.cluster.split.rollout, config.cluster.split.reward)
@@ -96,10 +99,14 @@ async def _first_workload(ctx: ServiceContext) -> "asyncio.Future[WorkloadPublis
     return first
 
 
-def planner_config_of(config: RunConfig) -> PlannerConfig:
+def planner_config_of(config: RunConfig, folder: RunFolder) -> PlannerConfig:
     def role(which: Role, min_replicas: int, growth_tokens: int) -> RolePlanning:
+        speed = throughput_of(config, which, folder)
+        log.info("%s: throughput constants %s", which, speed.source)
         return RolePlanning(
-            throughput_model=throughput_model(config, which),
+            throughput_model=speed.model,
+            prefill_s_per_token=speed.prefill_s_per_token,
+            min_gain_share=speed.min_gain_share,
             kv_capacity_tokens=config.cluster.kv_tokens,
             growth_tokens=min(512, growth_tokens),
             min_replicas=min_replicas,

@@ -12,7 +12,7 @@ from shared.inference.role import RoleShell
 from shared.inference.role_api import role_router
 from shared.runtime.journal import Journal
 from shared.runtime.models import model_folder
-from shared.runtime.throughput import throughput_model
+from shared.runtime.profiles import throughput_of
 from shared.runtime.tokenizer import ChatTokenizer
 from shared.runtime.topology import cluster_of
 from shared.scheduling.migration import warm_up
@@ -32,10 +32,11 @@ async def main(ctx: ServiceContext) -> None:
         ctx.clock,
         Journal(ctx.folder.journal / "reward.jsonl"),
     )
+    speed = throughput_of(config, Role.REWARD, ctx.folder)
     shell = RoleShell(
         Role.REWARD,
         cluster_of(config).slots_of(Role.REWARD),
-        Scheduler(SchedulerConfig(throughput_model=throughput_model(config, Role.REWARD))),
+        Scheduler(SchedulerConfig(throughput_model=speed.model, min_gain_share=speed.min_gain_share)),
         ctx.bus,
         ctx.subjects,
         ctx.clock,

@@ -15,7 +15,7 @@ from shared.inference.role_api import role_router
 from shared.runtime.checkpoints import Checkpoints
 from shared.runtime.journal import Journal, read_journal
 from shared.runtime.models import model_folder
-from shared.runtime.throughput import throughput_model
+from shared.runtime.profiles import throughput_of
 from shared.runtime.tokenizer import ChatTokenizer
 from shared.runtime.topology import cluster_of
 from shared.scheduling.migration import warm_up
@@ -30,10 +30,11 @@ async def main(ctx: ServiceContext) -> None:
     path = ctx.folder.journal / "rollout.jsonl"
     issued = [entry["sample"] for entry in read_journal(path) if entry["event"] == "issued"]
     service = RolloutService(config, source, tokenizer, ctx.bus, ctx.subjects, Journal(path))
+    speed = throughput_of(config, Role.ROLLOUT, ctx.folder)
     shell = RoleShell(
         Role.ROLLOUT,
         cluster_of(config).slots_of(Role.ROLLOUT),
-        Scheduler(SchedulerConfig(throughput_model=throughput_model(config, Role.ROLLOUT))),
+        Scheduler(SchedulerConfig(throughput_model=speed.model, min_gain_share=speed.min_gain_share)),
         ctx.bus,
         ctx.subjects,
         ctx.clock,

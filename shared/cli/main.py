@@ -22,11 +22,13 @@ from shared.cli import preflight
 from shared.cli.decode import print_decoded
 from shared.cli.decode import tap as tap_bus
 from shared.cli.local_run import EXPORT_NAME, LocalRun, audit_of, living_supervisor, plain_audit
+from shared.cli.profile import UNSURE_ERROR, profile_run, profile_table
 from shared.cli.progress import Progress
 from shared.cli.replay import replay_run
 from shared.cli.sim import sim
 from shared.cli.tables import placement_table, steps_table
 from shared.errors import ConfigError, NotFound, PivotError
+from shared.ids import Role
 from shared.runtime.config import RunConfig, load_config
 from shared.runtime.nodes import machine_of
 from shared.runtime.run_folder import Endpoints, RunFolder, choose_endpoints
@@ -180,6 +182,27 @@ def follow(run: RunOption = DEFAULT_RUN) -> None:
     with Progress(console) as progress:
         result = asyncio.run(nodes.follow(folder, progress))
     _show(result, folder)
+
+
+@app.command()
+def profile(
+    config: ConfigArgument,
+    set_: SetOption = [],  # noqa: B006
+    role: Annotated[str, typer.Option(help="rollout, reward, or both")] = "both",
+) -> None:
+    """Measure how fast replicas decode and prefill here. Runs of the same models use it: planning gets their
+    constants, replicas are not filled beyond what pays, and moves are charged their prefill."""
+    loaded = _load(config, set_)
+    roles = {"both": [Role.ROLLOUT, Role.REWARD], "rollout": [Role.ROLLOUT], "reward": [Role.REWARD]}
+    if role not in roles:
+        raise ConfigError("--role", role, "is no generating role", "One of rollout, reward, both")
+    with Progress(console) as progress:
+        found = profile_run(loaded, roles[role], progress)
+    console.print(profile_table(loaded, found))
+    for path, measured in dict(found.values()).items():
+        console.print(f"  {path}", highlight=False, soft_wrap=True)
+        if measured.held_out_median > UNSURE_ERROR:
+            console.print("  [bold]unsure[/]: the error is large. Was the machine busy? Profile again")
 
 
 @app.command()

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
-TITLES = {"models": "models", "start": "start", "train": "steps", "export": "export", "stop": "stop"}
+TITLES = {name: name for name in ("models", "profile", "start", "export", "stop")} | {"train": "steps"}
 
 
 class Progress:

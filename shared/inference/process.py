@@ -33,6 +33,7 @@ from shared.inference.replica import ReplicaWorker
 from shared.planning.cluster import ReplicaSlot
 from shared.runtime.config import DTYPE, MAX_SEQUENCES_PER_REPLICA, RunConfig
 from shared.runtime.models import model_folder
+from shared.runtime.profiles import model_spec
 from shared.runtime.topology import cluster_of
 from shared.weights.gps_client import GpsClient
 
@@ -52,7 +53,7 @@ def main() -> None:
 async def serve_replica(ctx: ServiceContext, replica: ReplicaId) -> None:
     slot = cluster_of(ctx.config).slot(replica)
     engine = VllmEngine(
-        engine_config(ctx.config, slot, model_folder(_model(ctx.config, slot.role), ctx.folder))
+        engine_config(ctx.config, slot, model_folder(model_spec(ctx.config, slot.role), ctx.folder))
     )
     gps = GpsClient(ctx.gps_url, token=ctx.token, name=replica)
     ctx.exits.push_async_callback(gps.close)
@@ -160,10 +161,6 @@ def kv_bytes_per_token(model: Path) -> int:
     heads = values.get("num_key_value_heads") or values["num_attention_heads"]
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     return 2 * int(values["num_hidden_layers"]) * int(heads) * int(head_dim) * 2
-
-
-def _model(config: RunConfig, role: Role) -> str:
-    return config.models.policy if role is Role.ROLLOUT else config.models.genrm
 
 
 if __name__ == "__main__":
