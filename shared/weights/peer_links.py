@@ -23,7 +23,9 @@ from shared.weights.ports import Descriptors, Memory, Operation, Transport
 
 T = TypeVar("T")
 _CALL_DEADLINE_S, _REGISTER_DEADLINE_S = 20.0, 600.0
-_LOOK_S, _FIRST_PAUSE_S, _LAST_PAUSE_S = 5e-3, 20e-6, 1e-3
+_LOOK_S, _TURN_S = 0.1, 2e-3
+"""How long one look at copies keeps the thread, if nobody else wants it, and if somebody does."""
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 20e-6, 1e-3
 MAX_LISTS = 256
 """Prepared lists kept, the latest used."""
 
@@ -73,6 +75,10 @@ class PeerLinks:
         self._peers: dict[str, PeerInfo] = {}
         self._lists: dict[Key, tuple[Descriptors, Descriptors]] = {}
         self._batches: list[_Batch] = []
+        self._num_asked = 0
+        """Calls of the thread; counted outside of it."""
+        self._num_begun = 0
+        """Those that it began; counted inside."""
 
     @property
     def num_lists(self) -> int:
@@ -174,7 +180,7 @@ class PeerLinks:
     def _look(self, batch: _Batch) -> bool:
         """Looks again and again, for a moment: whether all copies are done. The longer they take, the rarer:
         what has arrived since the last look is then taken in larger pieces."""
-        until_s = self._now_s() + _LOOK_S
+        begin_s = self._now_s()
         while True:
             for copy in batch.copies:
                 if not copy.is_done:
@@ -183,7 +189,7 @@ class PeerLinks:
             if all(copy.is_done for copy in batch.copies):
                 self._batches.remove(batch)
                 return True
-            if self._now_s() >= until_s:
+            if self._now_s() - begin_s >= (_TURN_S if self._num_begun < self._num_asked else _LOOK_S):
                 return False
             time.sleep(batch.pause_s)
             batch.pause_s = min(2 * batch.pause_s, _LAST_PAUSE_S)
@@ -209,7 +215,12 @@ class PeerLinks:
         return self._transport
 
     async def _call(self, phase: str, peer: str, work: Callable[[], T], deadline_s: float) -> T:
-        future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        def begin() -> T:
+            self._num_begun += 1
+            return work()
+
+        self._num_asked += 1
+        future = asyncio.get_running_loop().run_in_executor(self._thread, begin)
         try:
             async with asyncio.timeout(deadline_s):  # `wait_for` may swallow a cancellation before 3.12
                 return await asyncio.shield(future)

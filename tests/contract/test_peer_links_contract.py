@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,8 @@ from shared.weights.ports import Operation, memory_of
 from shared.weights.transports import open_transport
 
 SIZE = 1 << 18
+LOOK_S = 0.1
+"""How long a look at copies keeps the thread where nobody else wants it."""
 
 
 @dataclass
@@ -151,6 +154,34 @@ async def test_copy_that_does_not_end_is_given_up_and_names_the_peer() -> None:
         with pytest.raises(DeadlineExceeded, match=r"no answer from store in phase 'copy' within 0\.05 s"):
             await links.pull([Pull(store.describe(), "pool", spans, "landing", spans, "k")], 0.05)
         assert links.num_lists == 0, "the peer was forgotten"
+    finally:
+        await links.close()
+        store.close()
+        host.close()
+
+
+async def test_copy_that_takes_long_leaves_the_thread_to_others() -> None:
+    host = HostPool(run=f"links{os.getpid()}", node=3, budget_bytes=1 << 24)
+    links, store = PeerLinks(lambda: Endless("reader"), "reader"), MemoryTransport("store")
+    try:
+        region = host.create("policy", "b0", SIZE)
+        store.register("pool", memory_of(region.memory, str(region.path)))
+        await links.start()
+        await links.register("landing", memory_of(np.zeros(SIZE, np.uint8)))
+        spans = np.array([[0, 8]], np.int64)
+        pulls = [[Pull(store.describe(), "pool", spans, "landing", spans, key)] for key in "ab"]
+        pulling = [asyncio.create_task(links.pull(pull, 60)) for pull in pulls]
+        while links.num_lists < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        begin_s = time.monotonic()
+        for _ in range(50):
+            await links.describe()
+        assert time.monotonic() - begin_s < 50 * LOOK_S / 2, "each would wait for a whole look"
+        for task in pulling:
+            task.cancel()
+        assert {type(end) for end in await asyncio.gather(*pulling, return_exceptions=True)} == {
+            asyncio.CancelledError
+        }
     finally:
         await links.close()
         store.close()
