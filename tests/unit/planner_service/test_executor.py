@@ -65,7 +65,6 @@ class Bench:
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("SILENCE_S", 0.6), ("HEALTH_INTERVAL_S", 0.1), ("SHIFT_MARGIN_S", 0.2)):
         monkeypatch.setattr(role_times, name, seconds)
-    monkeypatch.setattr("services.planner.executor.SHIFT_DEADLINE_S", 1.5)
 
 
 @pytest.fixture
@@ -146,8 +145,11 @@ async def test_training_that_does_not_come_up_leaves_its_devices_free(bench: Ben
     assert (outcome.allocation, outcome.reason) == (NOBODY, "a rank died")
 
 
-async def test_a_donor_that_will_not_go_down_is_brought_back(bench: Bench) -> None:
+async def test_a_donor_that_will_not_go_down_is_brought_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = await bench.up(RO0, RO1)
+    monkeypatch.setattr("services.planner.executor.SHIFT_DEADLINE_S", 1.5)
     for i in range(6):
         bench.house.submit(Role.ROLLOUT, f"{i}", max_new_tokens=400)
     await bench.house.until(lambda: bench.house.tokens_on(RO1) > 10)
