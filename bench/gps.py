@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
-from gps_bench import cross_node, peers, plans, same_node, service
+from gps_bench import cross_node, more_nodes, peers, plans, same_node, service
 from gps_bench.model import BenchModel
 
 from shared.weights.host_copy import copy_environment
 from shared.weights.host_pool import HostPool
 
-SECTIONS = ("plans", "same-node", "cross-node", "service", "peers")
+SECTIONS = ("plans", "same-node", "cross-node", "service", "more-nodes", "peers")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -35,6 +35,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         found |= on_a_model(options)
     if "service" in options.sections and not options.no_nixl:
         found |= service.measure(min(options.gb, options.service_gb), options.repeats)
+    if "more-nodes" in options.sections and not options.no_nixl:
+        found |= more_nodes.measure(min(options.gb, options.service_gb), options.repeats)
     if "peers" in options.sections:
         found |= peers.measure(min(options.gb, options.peers_gb), options.repeats)
     return found
@@ -74,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=4.2, help="size of the model in GB")
     parser.add_argument("--peers-gb", type=float, default=1.2, help="the same for the section on peers")
-    parser.add_argument("--service-gb", type=float, default=1.0, help="and for the section on the service")
+    parser.add_argument("--service-gb", type=float, default=1.0, help="and for those on the service")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--no-nixl", action="store_true", help="leave NIXL out where it is not installed")

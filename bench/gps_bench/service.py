@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,9 @@ row-major: then others show what slices are for."""
 Boxes = tuple[TensorBox, ...]
 
 
-def measure(gb: float, repeats: int) -> dict[str, Any]:
-    """Figures of TP1, TP2 and TP4; why there are none, where namespaces cannot be made."""
-    if reason := why_not():
-        return {"service_cross_node": f"not measured: {reason}"}
+@contextlib.contextmanager
+def checkpoint(gb: float) -> Iterator[tuple[Path, list[TensorSpec], MappedPool]]:
+    """A folder with a policy of `gb` GB of random bytes in `policy/`, its tensors, and what they hold."""
     host = HostPool(run=f"benchservice{os.getpid()}", node=0, budget_bytes=1 << 40)
     try:
         specs = dense_of_size(int(gb * 1e9))
@@ -64,9 +63,36 @@ def measure(gb: float, repeats: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "policy").mkdir()
             write_safetensors(view, Path(folder) / "policy" / "model.safetensors")
-            rows = asyncio.run(_rows(Path(folder), specs, truth, repeats))
+            yield Path(folder), specs, truth
     finally:
         host.close()
+
+
+@contextlib.asynccontextmanager
+async def nodes_of_halves(
+    folder: Path, specs: Sequence[TensorSpec], num_nodes: int
+) -> AsyncIterator[GpsCluster]:
+    """Nodes that each have room for half of the policy in two buffers, so that two make a group. None is
+    started."""
+    deadlines = {
+        "heartbeat_s": 1.0,
+        "dead_after_s": 20.0,
+        "control_deadline_s": 30.0,
+        "copy_deadline_s": 120.0,
+    }
+    room = int(1.25 * sum(spec.nbytes for spec in specs))
+    async with gps_cluster(
+        folder, num_nodes, node_bytes=room, policy=folder / "policy", **deadlines
+    ) as cluster:
+        yield cluster
+
+
+def measure(gb: float, repeats: int) -> dict[str, Any]:
+    """Figures of TP1, TP2 and TP4; why there are none, where namespaces cannot be made."""
+    if reason := why_not():
+        return {"service_cross_node": f"not measured: {reason}"}
+    with checkpoint(gb) as (folder, specs, truth):
+        rows = asyncio.run(_rows(folder, specs, truth, repeats))
     registered = [row["ratio"] for row in rows if row["stored_for"] == row["layout"]]
     return {
         "service_cross_node_ratio": min(registered),
@@ -79,16 +105,8 @@ def measure(gb: float, repeats: int) -> dict[str, Any]:
 async def _rows(
     folder: Path, specs: list[TensorSpec], truth: MappedPool, repeats: int
 ) -> list[dict[str, Any]]:
-    nbytes = sum(spec.nbytes for spec in specs)
-    deadlines = {
-        "heartbeat_s": 1.0,
-        "dead_after_s": 20.0,
-        "control_deadline_s": 30.0,
-        "copy_deadline_s": 120.0,
-    }
-    room = int(1.25 * nbytes)  # for halves of two buffers, not for the wholes
     rows = []
-    async with gps_cluster(folder, 2, node_bytes=room, policy=folder / "policy", **deadlines) as cluster:
+    async with nodes_of_halves(folder, specs, len(GROUP)) as cluster:
         for stored_for, readers in CASES.items():
             for node in [node for node in GROUP if node in cluster.processes]:
                 cluster.kill(node)
@@ -110,8 +128,8 @@ async def _row(
     part = [(p.tensor, p.region) for p in layout.placements if p.holder == "g0" and isinstance(p.region, Box)]
     shard = pack_member(layout.tensors, {}, GROUP, HOLDER)
     away = [(name, common) for name, box in part if (common := shard.common(name, box)) is not None]
-    engine = _Engine(cluster, f"tp{devices}")
-    works = {"service": _boxes(away), "whole part": _boxes(part)}
+    engine = Engine(cluster, f"tp{devices}")
+    works = {"service": boxes_of(away), "whole part": boxes_of(part)}
     sizes = {way: 2 * sum(int(np.prod(box.shape)) for box in boxes) for way, boxes in works.items()}
     for boxes in works.values():
         await engine.read(boxes, truth)
@@ -140,20 +158,22 @@ async def _row(
     }
 
 
-def _boxes(parts: Sequence[tuple[str, Box]]) -> Boxes:
+def boxes_of(parts: Sequence[tuple[str, Box]]) -> Boxes:
+    """As a Read asks for them."""
     return tuple(TensorBox(tensor=name, start=box.start, shape=box.shape) for name, box in parts)
 
 
 @dataclass
-class _Engine:
-    """A receiver at the reading node."""
+class Engine:
+    """A receiver at a node."""
 
     cluster: GpsCluster
     name: str
+    node: int = READER
 
     async def read(self, boxes: Boxes, truth: MappedPool | None = None) -> float:
         """Seconds from the request to the grant; every byte compared with `truth`."""
-        client = self.cluster.client(READER)
+        client = self.cluster.client(self.node)
         smallest = min(boxes, key=lambda box: int(np.prod(box.shape)))
         other = ReadRequest(model="policy", receiver=self.name, boxes=(smallest,))
         async with client.read(other, deadline_s=120):
