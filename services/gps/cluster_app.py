@@ -35,7 +35,7 @@ from shared.layout.transfer_plan import Link
 from shared.runtime.config import DTYPE, GpsSection
 from shared.runtime.models import model_folder
 from shared.weights.host_pool import HostPool, remove_leftovers
-from shared.weights.peer_links import PeerLinks
+from shared.weights.peer_links import DRAIN_S, PeerLinks
 from shared.weights.ports import Transport
 from shared.weights.seed import plan_seed
 from shared.weights.transports import TransportKind, open_transport
@@ -167,7 +167,7 @@ def _assemble(
     async def publish(version: PolicyVersion) -> None:
         await ctx.bus.kv_put(ctx.subjects.policy_bucket, POLICY_VERSION_KEY, version)
 
-    regions = Regions(cluster.links, now_s, 2 * config.copy_deadline_s)
+    regions = Regions(cluster.links, now_s, max(2 * config.copy_deadline_s, 2 * DRAIN_S))
     holder = Holder(
         cluster, store, ctx.config.run.name, now_s, lambda: late[0].changed(), regions, transport.check
     )

@@ -2,7 +2,7 @@
 
 A node that holds the whole model lends its own buffer. A node that holds a shard copies what it has, pulls
 the rest from its peers, and lends the receiver's landing buffer: made and registered once, reused by every
-Read, untouched while a lease holds it.
+Read, untouched while a lease holds it, and replaced once a pull into it was given up.
 """
 
 import asyncio
@@ -27,9 +27,12 @@ MAX_RECEIVERS = 1024
 
 @dataclass(slots=True)
 class Receiver:
-    """`held` is the (lineage, version, boxes) that the buffer has whole; None while it is filled."""
+    """`nbytes` are read. `held` is the (lineage, version, boxes) that the buffer has whole; None while it is
+    filled."""
 
+    nbytes: int
     landing: Landing
+    target: Target
     view: PoolView
     lease: Lease | None = None
     is_busy: bool = False
@@ -63,6 +66,12 @@ class Receivers:
         if len(self._known) >= MAX_RECEIVERS:
             problem = f"{MAX_RECEIVERS} receivers are registered"
             raise Conflict(**told("receiver", problem, "Remove some with DELETE /v1/receivers/NAME"))
+        landing, target, view = await self._land(receiver, model, nbytes)
+        self._known[receiver, model] = Receiver(nbytes, landing, target, view)
+        return view
+
+    async def _land(self, receiver: str, model: str, nbytes: int) -> tuple[Landing, Target, PoolView]:
+        """A new landing buffer. Raises ConfigError if there is no room."""
         canonical = self.holder.cluster.canonical(model)
         landing = make_landing(
             self.holder.run,
@@ -74,9 +83,8 @@ class Receivers:
         )
         self.holder.receivers[receiver, model] = landing
         await self.holder.register()
-        view = canonical.view(str(landing.path))
-        self._known[receiver, model] = Receiver(landing, view)
-        return view
+        target = Target(landing.region, landing.memory, canonical)
+        return landing, target, canonical.view(str(landing.path))
 
     async def remove(self, receiver: str) -> int:
         """Forget the landing buffers of `receiver`; how many there were."""
@@ -141,7 +149,15 @@ class Receivers:
         packing, canonical = holder.packing(model), holder.cluster.canonical(model)
         end_s = holder.now_s() + deadline_s
         here, away = split_by_place(packing, parts)
-        target = Target(found.landing.region, found.landing.memory, canonical)
+
+        async def target() -> Target:
+            if found.target.is_torn:
+                found.landing.remove()
+                found.landing, found.target, found.view = await self._land(
+                    request.receiver, model, found.nbytes
+                )
+            return found.target
+
         while True:
             own = store.read(
                 request.model_copy(update={"lease_s": min(deadline_s * 2, store.max_lease_s)}),
@@ -158,9 +174,8 @@ class Receivers:
                 plan = await self.reads.pull(
                     model, version, lineage, request.receiver, without_repeats(away), target, left_s
                 )
-                await asyncio.to_thread(
-                    copy_slices, packing, source, canonical, target.memory, without_repeats(here)
-                )
+                into = (await target()).memory
+                await asyncio.to_thread(copy_slices, packing, source, canonical, into, without_repeats(here))
             except Conflict as error:
                 # peers flip a moment earlier or later than this node, and the view may be a beat old
                 epoch, held = holder.cluster.view.epoch, (lineage, version)

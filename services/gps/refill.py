@@ -158,6 +158,9 @@ class Refill:
         """An empty buffer: the readable one before the first version, else the spare."""
         found = self.holder.store.model(model)
         if found.version < 0:
+            if found.readable.is_dirty:
+                self.holder.store.replace(found, found.readable)
+                await self.holder.register()
             return found.readable
         if found.is_frozen:
             raise Conflict(f"{model} is frozen and has no spare buffer", model=model)
@@ -185,7 +188,16 @@ class Refill:
         self._missing.pop(model, None)
         buffer = await self._buffer(model)
         await self.holder.register()
-        target = Target(buffer.region.path.name, buffer.region.memory, packing)
+        into = Target(buffer.region.path.name, buffer.region.memory, packing)
+
+        async def target() -> Target:
+            nonlocal buffer, into
+            if into.is_torn:
+                buffer.is_dirty = True
+                buffer = await self._buffer(model)
+                into = Target(buffer.region.path.name, buffer.region.memory, packing)
+            return into
+
         try:
             await self.reads.pull(
                 model,
@@ -198,7 +210,7 @@ class Refill:
                 has_proof=True,
             )
         except PivotError:
-            buffer.is_dirty = True  # a late byte may still come
+            buffer.is_dirty = True  # late bytes may still come
             raise
         checksum = await asyncio.to_thread(
             version_checksum, packing.tensors, buffer.region.memory, packing.storages

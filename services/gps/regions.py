@@ -1,7 +1,7 @@
 """This node's regions as the transport knows them.
 
-A region that was given up stays mapped for a while: a copy that was cancelled may still write one late byte
-into it, and a peer that was told to stop may still read from it. Unmapped memory would end the process.
+A region that was given up stays mapped for a while: a copy that was cancelled may still be written into it,
+and a peer that was told to stop may still read from it. Unmapped memory would end the process.
 """
 
 import asyncio

@@ -4,11 +4,14 @@
     copy                      one-sided, from all senders at once
     release                   a lease that had run out means that what was copied may be torn: again
 
-A sender that fails or is late is left out at once; the view follows when its heartbeats stop.
+A sender that fails or is late is left out at once; the view follows when its heartbeats stop. What it was
+asked for may still arrive, when a link comes back, and not even of that version: its buffer may have moved
+on. So the next attempt goes to other memory, and what a given-up copy had for a target is filled no more.
 """
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,13 +32,15 @@ MAX_SHARES = 64
 _log = logging.getLogger("pivotrl.gps")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Target:
-    """Where a pull goes: a registered region of this node, its memory and its layout."""
+    """Where a pull goes: a registered region of this node, its memory and its layout. It `is_torn` while
+    copies into it have not ended, and for ever if they were given up."""
 
     region: str
     memory: NDArray[np.uint8]
     packing: Packing
+    is_torn: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,14 +79,16 @@ class RemoteReads:
         lineage: int,
         receiver: str,
         boxes: Slices,
-        target: Target,
+        target: Callable[[], Awaitable[Target]],
         deadline_s: float,
         *,
         has_proof: bool = False,
     ) -> TransferPlan | None:
-        """Fill `boxes` of `target` with `version`; the plan that did it, None if there was nothing to do.
+        """Fill `boxes` of the last `target` asked for with `version`; the plan that did it, None if there was
+        nothing to do.
 
-        With `has_proof`, every slice's checksum is compared with its sender's.
+        `target` is asked before every attempt, and must not give one again that is torn. With `has_proof`,
+        every slice's checksum is compared with its sender's.
 
         Raises:
             Conflict: no serving node has this version of a part (any more).
@@ -101,7 +108,7 @@ class RemoteReads:
                     raise failure from None
                 raise
             failed, failure = await self._attempt(
-                plan, model, version, lineage, receiver, target, max(end_s - now_s(), 0.1), has_proof
+                plan, model, version, lineage, receiver, await target(), max(end_s - now_s(), 0.1), has_proof
             )
             if failure is None:
                 return plan
@@ -201,7 +208,9 @@ class RemoteReads:
                 )
             )
         try:
+            target.is_torn = True
             self.num_pulled_bytes += await cluster.links.pull(pulls, deadline_s)
+            target.is_torn = False
             self.num_pulled_ranges += sum(len(pull.ours) for pull in pulls)
             self.holder.check_transport()
             if has_proof:

@@ -208,9 +208,14 @@ class Store:
             )
         model.write = None
         if model.spare.is_dirty:
-            self.pool.remove(model.spare.region)
-            model.buffers[1 - model.current] = self._new_buffer(model)
+            self.replace(model, model.spare)
         model.spare.is_dirty, model.spare.version = True, None
+
+    def replace(self, model: Model, buffer: Buffer) -> None:
+        """A fresh region instead of one that somebody may still write into."""
+        at = next(index for index, found in enumerate(model.buffers) if found is buffer)
+        self.pool.remove(buffer.region)
+        model.buffers[at] = self._new_buffer(model)
 
     def _grant(self, model: Model, write: OpenWrite) -> WriteGrant:
         return WriteGrant(

@@ -160,6 +160,9 @@ class MemoryTransport:
     def cancel(self, operation: Operation) -> None:
         assert isinstance(operation, _Copy)
 
+    def progress(self) -> None:
+        self._check_open()
+
     def release(self, descriptors: Descriptors) -> None:
         assert isinstance(descriptors, _Spans)
 

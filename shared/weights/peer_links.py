@@ -1,8 +1,9 @@
 """A transport for asyncio: one thread owns it, copies from several peers run at once, nothing waits for ever.
 
     pull(pulls, deadline_s)     starts every copy, looks at all of them in turn, returns when all are done
-    a copy fails, or is late    all are cancelled, the peer is forgotten (a late byte must find no way in),
-                                and the error names the peer
+    a copy fails, or is late    all are cancelled, the peer is forgotten, and the error names the peer; what
+                                is still on its way is taken in for `DRAIN_S`, into a target that must stay
+                                mapped for longer and be used for nothing else
 
 A call of the library that does not come back keeps the thread; whoever waits for it, or behind it, gets
 `DeadlineExceeded`.
@@ -26,6 +27,8 @@ _CALL_DEADLINE_S, _REGISTER_DEADLINE_S = 20.0, 600.0
 _LOOK_S, _TURN_S = 0.1, 2e-3
 """How long one look at copies keeps the thread, if nobody else wants it, and if somebody does."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 20e-6, 1e-3
+DRAIN_S, _DRAIN_PAUSE_S = 60.0, 0.05
+"""After a copy was given up; UCX's TCP calls a connection dead after 5 s of silence and three probes."""
 MAX_LISTS = 256
 """Prepared lists kept, the latest used."""
 
@@ -75,6 +78,8 @@ class PeerLinks:
         self._peers: dict[str, PeerInfo] = {}
         self._lists: dict[Key, tuple[Descriptors, Descriptors]] = {}
         self._batches: list[_Batch] = []
+        self._drain_until_s = float("-inf")
+        self._draining: asyncio.Task[None] | None = None
         self._num_asked = 0
         """Calls of the thread; counted outside of it."""
         self._num_begun = 0
@@ -136,8 +141,23 @@ class PeerLinks:
             raise
         return sum(copy.operation.nbytes for copy in batch.copies)
 
+    async def _drain(self) -> None:
+        """Until what was given up has had its time. What fails here shows at the next copy too."""
+        while self._now_s() < self._drain_until_s:
+            await asyncio.sleep(_DRAIN_PAUSE_S)
+            with contextlib.suppress(TransportError, DeadlineExceeded):
+                await self._call("drain", self._role, lambda: self._live().progress(), _CALL_DEADLINE_S)
+
+    def _start_draining(self) -> None:
+        if self._now_s() < self._drain_until_s and (self._draining is None or self._draining.done()):
+            self._draining = asyncio.create_task(self._drain())
+
     async def close(self) -> None:
         """Raises DeadlineExceeded if the library does not let go."""
+        self._drain_until_s = float("-inf")
+        if self._draining is not None:
+            self._draining.cancel()
+            await asyncio.wait([self._draining])
         transport = self._transport
         try:
             if transport is not None:
@@ -204,6 +224,7 @@ class PeerLinks:
         for batch in self._batches:
             for copy in batch.copies:
                 if copy.pull.peer.agent == agent and not copy.is_done:
+                    self._drain_until_s = self._now_s() + DRAIN_S
                     self._live().cancel(copy.operation)
         self._drop([key for key in self._lists if key[0] == agent])
         if self._peers.pop(agent, None) is not None:
@@ -226,6 +247,8 @@ class PeerLinks:
                 return await asyncio.shield(future)
         except TimeoutError:
             raise DeadlineExceeded(role=self._role, peer=peer, phase=phase, deadline_s=deadline_s) from None
+        finally:
+            self._start_draining()
 
 
 @contextlib.contextmanager

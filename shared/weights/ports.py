@@ -105,7 +105,14 @@ class Transport(Protocol):
         failed."""
 
     def cancel(self, operation: Operation) -> None:
-        """Give up a copy that is not done: its target holds rubbish, and its peer must be connected anew."""
+        """Give up a copy that is not done: its target holds rubbish, and its peer must be connected anew.
+
+        What its peer still sends may be written into the target later, whenever the link allows: the memory
+        must stay mapped, and be used for nothing else.
+        """
+
+    def progress(self) -> None:
+        """Take in what has arrived of copies that were given up, where only a look at other copies would."""
 
     def release(self, descriptors: Descriptors) -> None:
         """Give back what a prepared list holds."""

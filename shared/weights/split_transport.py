@@ -62,6 +62,9 @@ class SplitTransport:
     def cancel(self, operation: Operation) -> None:
         self._pulling.cancel(operation)
 
+    def progress(self) -> None:
+        self._pulling.progress()
+
     def release(self, descriptors: Descriptors) -> None:
         self._pulling.release(descriptors)
 

@@ -242,6 +242,7 @@ def test_cancelled_copy_is_over_and_the_next_one_works(ends: Ends) -> None:
     )
     ends.peer.cancel(ends.peer.read(local, remote))
     ends.peer.disconnect(agent_of(ends.store))
+    ends.peer.progress()
     ends.peer.connect(ends.store.describe())
     test_waiting_again_for_a_done_copy_returns(ends)
 

@@ -2,9 +2,10 @@
 at one very moment, a byte that changes on its way, a coordinator that was replaced."""
 
 import asyncio
+import ctypes
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import pytest
@@ -13,7 +14,15 @@ from shared.contracts.base import Done, Message
 from shared.contracts.gps import PolicyVersion, ReadRequest, TensorBox, WriteCommit, WriteRequest
 from shared.contracts.gps_cluster import LeaseVersion, ReleaseVersion, VersionCommit, VersionLeased
 from shared.contracts.subjects import POLICY_VERSION_KEY
-from shared.errors import BusError, Conflict, InvalidRequest, NotFound, PivotError, TransportError
+from shared.errors import (
+    BusError,
+    Conflict,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    PivotError,
+    TransportError,
+)
 from shared.weights.mapped_pool import map_view
 from shared.weights.memory_transport import MemoryTransport
 from shared.weights.ports import Operation
@@ -180,6 +189,48 @@ async def test_byte_that_changes_on_its_way_ends_the_write(tmp_path: Path) -> No
         assert {await read(cluster, node) for node in (0, 1)} == {0}
         assert await write(cluster, 1)
         await until(cluster, 1)
+
+
+class Late(MemoryTransport):
+    """While it is slow no copy ends. What is given up arrives all the same, later, as other bytes."""
+
+    is_slow = False
+    given_up: ClassVar[list[Operation]] = []
+    num_late = 0
+
+    def poll(self, operation: Operation) -> bool:
+        return not (Late.is_slow and operation.nbytes) and super().poll(operation)
+
+    def cancel(self, operation: Operation) -> None:
+        Late.given_up.append(operation)
+
+    def progress(self) -> None:
+        for operation in [] if Late.is_slow else Late.given_up:
+            target = operation.target  # type: ignore[attr-defined]
+            for at, nbytes in target.spans.tolist():
+                ctypes.memset(target.address + at, 0xEE, nbytes)
+            Late.num_late += 1
+
+
+async def test_bytes_of_a_copy_that_was_given_up_show_in_no_read(tmp_path: Path) -> None:
+    deadlines = {"copy_deadline_s": 0.3, "control_deadline_s": 2.0}
+    async with memory_cluster(tmp_path, 2, node_bytes=HALF, make=Late, **deadlines) as cluster:
+        assert await read(cluster, 1, columns(0, 2)) == 0
+        Late.is_slow = True
+        with pytest.raises(DeadlineExceeded, match="phase 'copy'"):
+            await read(cluster, 1)
+        assert Late.given_up
+        Late.is_slow = False
+        for boxes in (columns(0, 1), columns(0, 2), columns(0, 1)):
+            assert await read(cluster, 1, boxes) == 0
+            count = Late.num_late
+            async with asyncio.timeout(10):
+                while Late.num_late < count + 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert await read(cluster, 1, boxes) == 0, "kept, and still whole"
+        assert await write(cluster, 1)
+        await until(cluster, 1)
+        Late.given_up.clear()
 
 
 async def test_lease_of_a_reader_elsewhere_keeps_its_version_from_the_next_but_one_write(
