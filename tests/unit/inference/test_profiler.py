@@ -10,17 +10,7 @@ from shared.inference.engines.simulated_engine import SimulatedEngine, Simulated
 from shared.inference.profiler import growth_tokens, measure
 from shared.planning.profile import profile_of, sweep
 from shared.scheduling.throughput import H20_7B_TP1, H200_30B_A3B_TP1, ThroughputModel
-
-
-class VirtualTime:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def clock(self) -> float:
-        return self.now_s
-
-    def wait(self, seconds: float) -> None:
-        self.now_s += seconds
+from tests.support.virtual_time import VirtualTime
 
 
 def awake(model: ThroughputModel, time: VirtualTime, jitter: float = 0.0, **config: int) -> SimulatedEngine:

@@ -9,20 +9,10 @@ import pytest
 from shared.contracts.gps import PoolView
 from shared.inference.engines.simulated_engine import SimulatedEngine, SimulatedEngineConfig
 from tests.support import engine_contract as contract
+from tests.support.virtual_time import VirtualTime
 
 FIRST = PoolView(path="/nowhere/first", nbytes=1 << 20, tensors=())
 SECOND = PoolView(path="/nowhere/second", nbytes=1 << 20, tensors=())
-
-
-class VirtualTime:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def clock(self) -> float:
-        return self.now_s
-
-    def wait(self, seconds: float) -> None:
-        self.now_s += seconds
 
 
 def latency(n: int, tokens: int) -> float:

@@ -22,7 +22,6 @@ from shared.contracts.base import Message
 from shared.contracts.planner import PlanPublished
 from shared.errors import BusError, PivotError
 from shared.ids import ReplicaId, Role, sample_id
-from shared.inference import role_times
 from shared.inference.records import SequenceRecord
 from shared.planning.cluster import Allocation
 from shared.planning.config import PlannerConfig, PolicyName, RolePlanning
@@ -35,6 +34,7 @@ from shared.runtime.run_folder import RunFolder
 from shared.scheduling.staleness import num_issuable
 from shared.scheduling.throughput import CPU_SMOLLM2_135M
 from tests.support.cluster import KV_TOKENS, ScriptedTrainer, SimulatedCluster, record, shared_cluster
+from tests.support.role_cases import shorten_waits
 
 SPEC = shared_cluster(2)
 BATCH, STEPS, STALENESS = 8, 3, 1
@@ -42,14 +42,7 @@ BATCH, STEPS, STALENESS = 8, 3, 1
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (
-        ("SILENCE_S", 0.6),
-        ("DEATH_S", 3.0),
-        ("HEALTH_INTERVAL_S", 0.1),
-        ("PING_DEADLINE_S", 0.3),
-        ("SHIFT_MARGIN_S", 0.2),
-    ):
-        monkeypatch.setattr(role_times, name, seconds)
+    shorten_waits(monkeypatch)
     monkeypatch.setattr("services.planner.executor.SHIFT_DEADLINE_S", 4.0)
     monkeypatch.setattr("services.planner.service.SETTLE_S", 0.3)
 
