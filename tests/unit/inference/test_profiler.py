@@ -29,7 +29,11 @@ POINTS = sweep(256, 8_000, 1 << 20, growth_tokens(1 << 20))
 GROWTH = growth_tokens(1 << 20)
 
 
-@pytest.mark.parametrize("model", [H20_7B_TP1, H200_30B_A3B_TP1])
+ATTENTION_BOUND = ThroughputModel(1e-5, 1e-4, 1e-6, 1e-4)
+"""Whoever counts resident tokens wrong sees it here."""
+
+
+@pytest.mark.parametrize("model", [H20_7B_TP1, H200_30B_A3B_TP1, ATTENTION_BOUND])
 def test_constants_of_a_known_engine_are_found(model: ThroughputModel) -> None:
     time = VirtualTime()
     engine = awake(model, time, kv_capacity_tokens=1 << 20)

@@ -53,3 +53,14 @@ def test_a_bad_file_is_named_with_what_to_do(text: str, told: str) -> None:
 def test_too_few_points_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="at least 4 needed"):
         profile_of([StepTime(1, 10, 0.01)] * 3, 0.0)
+
+
+def test_errors_are_of_points_that_the_fit_has_not_seen() -> None:
+    """Only the held-out ones are beyond B/C, where C shows: a fit without them must miss them."""
+    sizes = [1, 2, 400, 3, 4, 6, 500, 8, 12]
+    points = [
+        StepTime(n, n * 50 * (i + 1), H20_7B_TP1.latency_s(n, n * 50 * (i + 1))) for i, n in enumerate(sizes)
+    ]
+    found = profile_of(points, 0.0)
+    assert found.held_out_median > 0.2
+    assert found.model.latency_s(450, 90_000) == pytest.approx(H20_7B_TP1.latency_s(450, 90_000), rel=0.05)
