@@ -1,6 +1,7 @@
 """`pivotrl profile`: how fast this machine's replicas are, for the planner and the schedulers."""
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from shared.runtime.nodes import machine_of
 from shared.runtime.profiles import model_spec, profile_path
 from shared.runtime.run_folder import RunFolder
 from shared.runtime.topology import cluster_of
+from shared.weights.host_pool import remove_leftovers
 
 DEADLINE_S = 1800.0
 UNSURE_ERROR = 0.1
@@ -78,29 +80,43 @@ def _profile_one(
             env={**os.environ, **env},
         ) as process,
     ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(asked))
-        process.stdin.close()
-        on_phase("profile", 0, 1, f"{role}: starting the engine")
         late = threading.Timer(DEADLINE_S, process.kill)
         late.start()
-        last: dict[str, Any] = {}
-        for line in process.stdout:
-            if not line.startswith("{"):
-                continue
-            last = json.loads(line)
-            if "point" in last:
-                n, context = last["point"]
-                on_phase("profile", last["done"], last["total"], f"{role}: {n} sequences of {context} tokens")
-        is_late = not late.is_alive()
-        late.cancel()
+        try:
+            last = _follow(process, asked, role, on_phase)
+            is_late = not late.is_alive()
+        finally:  # also of an interruption: no engine and no weights stay behind
+            late.cancel()
+            process.kill()
+            process.wait()
+            remove_leftovers(run=f"profile{process.pid}")
     if is_late:
         raise DeadlineExceeded(role="cli", peer=f"engine of {role}", phase="profile", deadline_s=DEADLINE_S)
     if "profile" not in last:
         said = last.get("error") or log.read_text(errors="replace").strip()[-500:]
         raise EngineError(f"the engine of {role} could not be profiled: {said} (see {log})")
     return Profile.from_json(json.dumps(last["profile"]), str(log))
+
+
+def _follow(
+    process: "subprocess.Popen[str]", asked: dict[str, Any], role: Role, on_phase: OnPhase
+) -> dict[str, Any]:
+    """Tells of each point as it begins; the last that the process said."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    on_phase("profile", 0, 1, f"{role}: starting the engine")
+    with contextlib.suppress(BrokenPipeError):  # it died at once: its log says why
+        process.stdin.write(json.dumps(asked))
+        process.stdin.close()
+    last: dict[str, Any] = {}
+    for line in process.stdout:
+        if not line.startswith("{"):
+            continue
+        last = json.loads(line)
+        if "point" in last:
+            n, context = last["point"]
+            on_phase("profile", last["done"], last["total"], f"{role}: {n} sequences of {context} tokens")
+    return last
 
 
 def profile_table(config: RunConfig, found: dict[Role, tuple[Path, Profile]]) -> Table:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from shared.contracts.gps import PoolView
-from shared.errors import EngineError
+from shared.errors import EngineError, PivotError
 from shared.ids import Role
 from shared.inference.engines.vllm_engine import VllmEngine
 from shared.inference.process import engine_config
@@ -88,7 +88,7 @@ def main() -> None:
     config = RunConfig.model_validate(asked["config"])
     try:
         found = profile(config, Role(asked["role"]), RunFolder(Path(asked["run"])))
-    except EngineError as error:
+    except PivotError as error:
         print(json.dumps({"error": error.message}), flush=True)
         os._exit(1)
     print(json.dumps({"profile": json.loads(found.to_json())}), flush=True)

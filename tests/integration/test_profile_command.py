@@ -1,9 +1,12 @@
 """`pivotrl profile` on a real engine: what it writes is what a run's planner then uses."""
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -19,7 +22,9 @@ pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 
-def test_the_planner_uses_what_was_measured(tmp_path: Path) -> None:
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A run of two tiny models."""
     models = {}
     for role, family in (("policy", "qwen2"), ("genrm", "llama")):
         (tmp_path / role).mkdir()
@@ -38,6 +43,10 @@ def test_the_planner_uses_what_was_measured(tmp_path: Path) -> None:
             }
         )
     )
+    return file
+
+
+def test_the_planner_uses_what_was_measured(file: Path) -> None:
     command = [sys.executable, "-m", "shared.cli.main", "profile", str(file), "--role", "rollout"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -54,3 +63,20 @@ def test_the_planner_uses_what_was_measured(tmp_path: Path) -> None:
     assert planning.rollout.prefill_s_per_token == profile.prefill_s_per_token
     assert planning.reward.min_gain_share == 0, "the GenRM was not profiled"
     assert not list(Path("/dev/shm").glob("pivotrl-profile*")), "the pool of weights is gone"
+
+
+def test_an_interruption_leaves_no_engine_and_no_weights(file: Path) -> None:
+    command = [sys.executable, "-m", "shared.cli.main", "profile", str(file), "--role", "rollout"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        while not list(Path("/dev/shm").glob("pivotrl-profile*")):  # until it loads the weights
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.02)
+        engines = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert engines
+    assert process.returncode != 0
+    assert not [engine for engine in engines if engine.is_running()]
+    assert not list(Path("/dev/shm").glob("pivotrl-profile*"))
+    assert not list(file.parent.glob("runs/profiles/*"))
