@@ -29,9 +29,12 @@ from shared.inference.engines.vllm_requests import (
     request_id,
     resume_seed,
 )
+from shared.inference.engines.worker_answers import values_of
 from shared.inference.ports import NO_VERSION, LoadSnapshot, ReadReport, SequenceKey
 
 WORKER_EXTENSION = "shared.inference.engines.vllm_worker.PivotWorkerExtension"
+SLEEP_LEVEL = 2
+"""vLLM's word for a sleep that keeps no copy of the weights."""
 
 
 class VllmEngine:
@@ -201,11 +204,10 @@ class VllmEngine:
     def _sleep_on_device(self) -> int:
         before = sum(self._rpc("pivot_resident"))
         if self._memory == "whole":
-            self._llm.sleep(level=2)
-        elif self._memory == "partial":  # vLLM itself can only put back to sleep what is wholly awake
+            self._memory = "partial"  # should the workers fail half way
+            self._rpc("sleep", SLEEP_LEVEL)
+        elif self._memory == "partial":  # vLLM itself can only put to sleep what is wholly awake
             self._rpc("pivot_unmap")
-            executor = self._llm.model_executor
-            executor.is_sleeping, executor.sleeping_tags = True, {"weights", "kv_cache"}
         self._resident_bytes = sum(self._rpc("pivot_resident"))
         return int(before) - self._resident_bytes
 
@@ -218,9 +220,9 @@ class VllmEngine:
                 report = self._read(view)
                 self._rpc("pivot_wake_kv_cpu")
             else:
-                self._llm.wake_up(tags=["weights"])
+                self._rpc("wake_up", ["weights"])
                 report = self._read(view)
-                self._llm.wake_up(tags=["kv_cache"])
+                self._rpc("wake_up", ["kv_cache"])
             self._memory = "whole"
             self._llm.reset_prefix_cache()
             self._resident_bytes = sum(self._rpc("pivot_resident"))
@@ -256,8 +258,15 @@ class VllmEngine:
         )
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        answers: list[Any] = self._llm.collective_rpc(method, args=args)
-        return answers
+        """Call `method` of all workers and return their values by rank. Raises as `values_of` does; the
+        workers are in step afterwards.
+
+        vLLM's own `sleep` and `wake_up` may fail at one rank alone (no memory to map, or memory in use that
+        grew meanwhile), and their collective calls in vLLM raise there, like any. So the workers' methods are
+        called this way too, and vLLM's executor and scheduler never learn of a sleep: whether there are
+        weights to run with is this engine's knowledge, and it clears the prefix cache itself.
+        """
+        return values_of(self._llm.collective_rpc("pivot_call", args=(method, args)), method)
 
     def load_snapshot(self) -> LoadSnapshot:
         if self.config.device == "cpu":

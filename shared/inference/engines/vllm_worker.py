@@ -1,7 +1,7 @@
 """What runs inside each vLLM worker: Read into live parameters, and on CPU a sleep that really frees.
 
-`PivotWorkerExtension` is mixed into vLLM's own `Worker` (`worker_extension_cls`); the engine calls its
-methods with `collective_rpc` and plain values, which also cross to the workers of tensor parallelism.
+`PivotWorkerExtension` is mixed into vLLM's own `Worker` (`worker_extension_cls`); the engine calls methods of
+both by way of `pivot_call`, with plain values, which also cross to the workers of tensor parallelism.
 
 On GPU vLLM's allocator unmaps and remaps the parameters under unchanged addresses, and a Read is one pinned
 copy from the mapped pool into each of them. On CPU vLLM packs a linear layer's weight after loading and drops
@@ -20,6 +20,7 @@ from shared.contracts.gps import PoolTensor, PoolView, SlicedTensors, TensorBox
 from shared.errors import LayoutError
 from shared.inference.engines.process_memory import resident_bytes, trim_heap
 from shared.inference.engines.vllm_model import build_model
+from shared.inference.engines.worker_answers import Answer, answer_of
 from shared.weights.loader_map import LoaderMap
 from shared.weights.pool_reader import PoolReader
 from shared.weights.sliced_tensor import SlicedTensor
@@ -155,6 +156,11 @@ class PivotWorkerExtension:
     if TYPE_CHECKING:
         model_runner: Any
         vllm_config: Any
+
+    def pivot_call(self, method: str, args: Sequence[Any]) -> Answer:
+        """Run a method of this worker, one below or vLLM's own. The only one to call collectively: it raises
+        nothing, which would leave the ranks out of step."""
+        return answer_of(lambda: getattr(self, method)(*args))
 
     def _pivot_weights(self) -> _Weights:
         if not hasattr(self, "pivot_weights"):
