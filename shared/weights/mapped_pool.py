@@ -137,18 +137,37 @@ class MappedPool:
         import torch
 
         dense = torch.empty(count, dtype=getattr(torch, self.tensor(name).dtype))
-        self.copy_out(name, FlatRange(start, count), dense.view(torch.uint8).numpy())
+        self.read_flat(name, start, dense)
         return dense
 
-    def write_flat(self, name: str, start: int, source: Any) -> None:
-        """Write a contiguous torch tensor, of any device, over the row-major elements from `start` on."""
-        if self.storage(name) is None:
-            self.torch(name).reshape(-1)[start : start + source.numel()].copy_(source)
-            return
-        import torch
+    def read_flat(self, name: str, start: int, target: Any) -> None:
+        """Fill `target`, a contiguous torch tensor of any device, with elements of tensor `name` in row-major
+        order, from `start` on. They are there on return.
 
-        host = source.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
-        self.copy_in(name, FlatRange(start, source.numel()), host)
+        What is stored in slices crosses to a device slice by slice, each as it is stored, and is put in order
+        there: host memory is read once, and the device holds one slice more for a while. A pinned mapping
+        makes it as fast as the bus.
+        """
+        self._copy_flat(name, start, target, is_out=True)
+
+    def write_flat(self, name: str, start: int, source: Any) -> None:
+        """The way back: write a contiguous torch tensor, of any device, over the row-major elements from
+        `start` on. They are in the pool on return."""
+        self._copy_flat(name, start, source, is_out=False)
+
+    def _copy_flat(self, name: str, start: int, tensor: Any, *, is_out: bool) -> None:
+        from shared.weights.strided import as_numpy, copy_into, wait_for_copies
+
+        dense, spec = tensor.detach().view(-1), self.tensor(name)
+        region = FlatRange(start, dense.numel())
+        if region.count and dense.is_cpu and str(dense.dtype) == f"torch.{spec.dtype}":
+            self._copy(name, region, as_numpy(dense), is_out=is_out)
+            return
+        for stored, row_major in paired_parts(
+            spec.shape, self.storage(name), region, self.stored(name), dense
+        ):
+            copy_into(*((row_major, stored) if is_out else (stored, row_major)))
+        wait_for_copies(dense)
 
     @property
     def tensors(self) -> Mapping[str, Any]:

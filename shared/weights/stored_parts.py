@@ -1,9 +1,11 @@
-"""Parts of stored tensors as numpy views, whether a tensor is stored row-major or slice by slice."""
+"""Parts of stored tensors as views, whether a tensor is stored row-major or slice by slice.
+
+The arrays are numpy's, or torch tensors of any device, where the two sides may be on different ones: of a
+flat range every part is contiguous as it is stored, so that it crosses in one transfer.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-from numpy.typing import NDArray
 
 from shared.contracts.gps import PoolView, SlicedTensors
 from shared.errors import InvalidRequest
@@ -21,9 +23,9 @@ def paired_parts(
     shape: tuple[int, ...],
     storage: SlicedStorage | None,
     region: Region,
-    elements: NDArray[Any],
-    dense: NDArray[Any],
-) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    elements: Any,
+    dense: Any,
+) -> Iterator[tuple[Any, Any]]:
     """Views of equal shapes: a part of `elements` (a tensor as stored) and its place in `dense`, a row-major
     copy of `region`. Both arrays are flat."""
     if storage is None and isinstance(region, FlatRange):
@@ -35,20 +37,16 @@ def paired_parts(
         yield from paired_views(held, elements, Held(box), dense[first : first + box.numel], box)
 
 
-def paired_views(
-    left: Held, elements: NDArray[Any], right: Held, others: NDArray[Any], box: Box
-) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+def paired_views(left: Held, elements: Any, right: Held, others: Any, box: Box) -> Iterator[tuple[Any, Any]]:
     """Views of equal shapes, together `box` of a tensor, which both sides hold. Both arrays are flat: the
     elements of a side's part as it stores them."""
     for piece, other in paired_pieces(left, right, box):
         yield _view(piece, elements), _view(other, others)
 
 
-def _view(piece: StoredPiece, elements: NDArray[Any]) -> NDArray[Any]:
+def _view(piece: StoredPiece, elements: Any) -> Any:
     stored = elements[piece.offset : piece.offset + piece.stored.numel].reshape(piece.stored.shape)
-    index: Any = (*at(piece.inside), ...)  # also of a scalar an array, not its value
-    view: NDArray[Any] = stored[index]
-    return view
+    return stored[(*at(piece.inside), ...)]  # also of a scalar an array, not its value
 
 
 def storages_of(view: PoolView) -> dict[str, SlicedStorage]:

@@ -77,18 +77,27 @@ def overlap(left: Intervals, right: Intervals) -> bool:
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """`target.copy_(source)`; a copy to a device does not block.
+    """`target.copy_(source)`; a copy to or from a device does not block.
+
+    What only the device's side scatters crosses in one transfer: torch packs or spreads it there, by way of
+    device memory of its size.
 
     On host memory without conversion numpy copies: whole runs go through memcpy, which on large ones stores
     past the cache and is up to twice as fast as torch's kernel on one thread.
     """
     if target.is_cpu and source.is_cpu and target.dtype == source.dtype and target.numel():
-        np.copyto(_as_numpy(target), _as_numpy(source.expand(target.shape)))
+        np.copyto(as_numpy(target), as_numpy(source.expand(target.shape)))
     else:
-        target.copy_(source, non_blocking=target.is_cuda)
+        target.copy_(source, non_blocking=target.is_cuda or source.is_cuda)
 
 
-def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
+def wait_for_copies(tensor: torch.Tensor) -> None:
+    """Until the copies to and from `tensor` that do not block are done."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     """The same memory, as unsigned integers of the same width. Not `tensor.numpy()`: that makes the storage
     one that can never be resized, and an engine that sleeps gives its parameters' memory back so."""
     width = tensor.element_size()

@@ -19,7 +19,7 @@ from shared.weights.export import write_safetensors
 from shared.weights.host_pool import HostPool, lay_out
 from shared.weights.mapped_pool import MappedPool, map_view
 from shared.weights.seed import load_seed, plan_seed
-from shared.weights.stored_parts import sliced_tensors, storages_of
+from shared.weights.stored_parts import paired_parts, sliced_tensors, storages_of
 from tests.support.layouts import regions
 
 SHAPE = (6, 8)
@@ -187,3 +187,63 @@ def test_a_rank_writes_and_reads_flat_ranges_of_either_storage() -> None:
         region = FlatRange(5, 30)
         found = checksum_region(pool.raw("w"), SHAPE, 2, region, pool.storage("w"))
         assert found == checksum_bytes(truth[5:35].view(torch.uint8).numpy().data)
+
+
+def drawn_pool(data: st.DataObject) -> tuple[MappedPool, int]:
+    """A pool whose `w` is stored for some regions, or row-major; with the number of its elements."""
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple))
+    storage = slice_storage(shape, [data.draw(st.lists(regions(shape), max_size=3)) for _ in range(2)])
+    return pool_of(data.draw(st.sampled_from([None, storage])), shape), int(np.prod(shape))
+
+
+def drawn_range(data: st.DataObject, numel: int) -> FlatRange:
+    start = data.draw(st.integers(0, numel))
+    return FlatRange(start, data.draw(st.integers(0, numel - start)))
+
+
+@given(st.data(), st.sampled_from(["bfloat16", "float32"]))
+@settings(max_examples=100, deadline=None)
+def test_flat_ranges_of_a_tensor_are_what_they_are_of_its_rows(data: st.DataObject, dtype: str) -> None:
+    """In the pool's dtype, and converted: then the copies are torch's, as they are to and from a device."""
+    torch = pytest.importorskip("torch")
+    pool, numel = drawn_pool(data)
+    expected = torch.zeros(numel, dtype=torch.bfloat16)
+    for value in (1, 2):
+        part = drawn_range(data, numel)
+        written = (value * 100 + torch.arange(part.count)).to(torch.bfloat16)
+        expected[part.start : part.start + part.count] = written
+        pool.write_flat("w", part.start, written.to(getattr(torch, dtype)))
+    part = drawn_range(data, numel)
+    guarded = torch.full((part.count + 2,), -1, dtype=getattr(torch, dtype))
+    pool.read_flat("w", part.start, guarded[1:-1])
+    assert torch.equal(guarded[1:-1].to(torch.bfloat16), expected[part.start : part.start + part.count])
+    assert guarded[0] == guarded[-1] == -1
+    assert torch.equal(pool.flat("w", part.start, part.count), guarded[1:-1].to(torch.bfloat16))
+    assert pool.raw("a").sum() == 0
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_flat_range_takes_of_every_slice_contiguous_memory(data: st.DataObject) -> None:
+    """So that a device needs one transfer for it."""
+    pool, numel = drawn_pool(data)
+    part, storage = drawn_range(data, numel), pool.storage("w")
+    elements, dense = pool.raw("w").view(np.uint16), np.empty(part.count, np.uint16)
+    pairs = list(paired_parts(pool.tensor("w").shape, storage, part, elements, dense))
+    assert all(stored.flags.c_contiguous for stored, _ in pairs)
+    assert sum(stored.size for stored, _ in pairs) == part.count
+
+
+def test_a_target_that_is_not_contiguous_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    pool = pool_of(slice_storage(SHAPE, COLUMNS))
+    with pytest.raises(RuntimeError):
+        pool.read_flat("w", 0, torch.empty(SHAPE, dtype=torch.bfloat16).t())
+
+
+def test_a_rank_that_reads_can_still_give_its_memory_back() -> None:
+    torch = pytest.importorskip("torch")
+    pool, shard = pool_of(slice_storage(SHAPE, COLUMNS)), torch.empty(48, dtype=torch.bfloat16)
+    pool.read_flat("w", 0, shard)
+    pool.write_flat("w", 0, shard)
+    shard.untyped_storage().resize_(0)
