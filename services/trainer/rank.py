@@ -87,8 +87,8 @@ def _start(ctx: ServiceContext, rank: int, world_size: int) -> tuple[str, Measur
         world_size=world_size,
         seed=config.run.seed,
         learning_rate=config.training.learning_rate,
-        clip_low=config.training.clip_low,
-        clip_high=config.training.clip_high,
+        clip_low=config.training.clip[0],
+        clip_high=config.training.clip[1],
         temperature=config.rollout.temperature,
         micro_batch_tokens=config.training.micro_batch_tokens,
     )

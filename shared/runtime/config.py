@@ -7,13 +7,14 @@ and field.
 import difflib
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shared.errors import ConfigError
 from shared.ids import Role
+from shared.scheduling.streaming import StreamingName
 
 Policy = Literal["pivot", "disaggregated", "colocated", "rollout_reward_colocated", "static", "rule_based"]
 
@@ -88,9 +89,12 @@ class TrainingSection(_Section):
     staleness: int = Field(2, ge=0)
     """Steps a sample's oldest token may lag behind the version it trains."""
     learning_rate: float = Field(1e-6, gt=0)
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
+    clip: tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[float, Field(gt=0)]] = (0.2, 0.28)
+    """How far a token's ratio may fall below and rise above 1."""
     micro_batch_tokens: int = Field(2048, ge=64)
+    streaming: StreamingName = "off"
+    """Train prompts whose samples are all there while the rest of their batch finishes; `off`: whole batches.
+    `eager` suits training on few devices, `late` on most (`shared.scheduling.streaming`)."""
 
 
 class PlannerSection(_Section):

@@ -202,8 +202,8 @@ def plain_torch(model: Path, config: RunConfig, samples: Sequence[TrainSample], 
                 token_logprobs(logits, targets, config.rollout.temperature),
                 torch.tensor(sample.logprobs),
                 torch.full((len(targets),), sample.advantage),
-                clip_low=config.training.clip_low,
-                clip_high=config.training.clip_high,
+                clip_low=config.training.clip[0],
+                clip_high=config.training.clip[1],
             )
             (loss.loss_sum / total).backward()
             losses.append(float(loss.loss_sum.detach()) / total)
