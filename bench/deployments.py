@@ -21,7 +21,6 @@ from shared.sim.compare import run_all
 from shared.sim.modes import MODES
 from shared.sim.run import Options
 from shared.sim.scenarios import get_scenario
-from shared.sim.training import MicroBatches
 
 
 def main() -> None:
@@ -35,18 +34,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
-        "--micro-batches", action="store_true", help="train on complete groups while the others finish"
+        "--streaming", action="store_true", help="train on parts of a batch while the rest finishes"
     )
     parser.add_argument("--no-best", action="store_true", help="without the search of splits")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    options = Options(
-        given.steps,
-        given.warmup,
-        PlannerConfig(),
-        micro_batches=MicroBatches() if given.micro_batches else None,
-        timer=time.process_time,
-    )
+    options = Options(given.steps, given.warmup, PlannerConfig(), timer=time.process_time)
     scenarios = [get_scenario(name) for name in given.scenarios]
     began = time.perf_counter()
 
@@ -61,6 +54,7 @@ def main() -> None:
             given.seeds,
             options,
             best=not given.no_best,
+            streams=given.streaming,
             jobs=given.jobs,
             on_phase=on_phase,
         ):

@@ -140,9 +140,9 @@ def sensitivity(scenario_name: str, out: Path) -> None:
             {
                 "axis": name,
                 "value": value,
-                "fixed": str(fixed.best),
+                "fixed": str(fixed.best.shares),
                 "fixed_tokens_per_s": speeds[0],
-                "pivot_best_training": ours.best.training,
+                "pivot_best_training": ours.best.shares.training,
                 "pivot_best_tokens_per_s": speeds[1],
                 "speed_up": round(speeds[1] / speeds[0], 3),
             }

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from math import inf
 
 from services.planner.api import planner_router
 from services.planner.executor import ShiftExecutor
@@ -20,6 +21,7 @@ from shared.runtime.profiles import throughput_of
 from shared.runtime.run_folder import RunFolder
 from shared.runtime.topology import cluster_of
 from shared.scheduling.migration import warm_up
+from shared.scheduling.streaming import STREAMING
 
 log = logging.getLogger("pivotrl.planner")
 START_DEADLINE_S = 600.0
@@ -114,6 +116,7 @@ def planner_config_of(config: RunConfig, folder: RunFolder) -> PlannerConfig:
             shift_down_s=1.0,
         )
 
+    streaming = STREAMING[config.training.streaming]
     return PlannerConfig(
         policy=config.policy,
         rollout=role(Role.ROLLOUT, config.planner.min_rollout, config.rollout.max_new_tokens),
@@ -121,4 +124,5 @@ def planner_config_of(config: RunConfig, folder: RunFolder) -> PlannerConfig:
         window_s=config.planner.window_s,
         length_aware=True,  # these two: ADR 9
         upstream_weight=0.5,
+        training_rest_per_replica=streaming.rest_per_replica if streaming else inf,
     )

@@ -249,7 +249,12 @@ def workload_state(message: WorkloadPublished) -> WorkloadState:
     return WorkloadState(
         _role_load(message.rollout),
         _role_load(message.reward),
-        TrainingState(activity, message.batch_ready, is_publishing),
+        TrainingState(
+            activity,
+            message.batch_ready,
+            is_publishing,
+            is_batch_complete=message.collected >= message.needed,
+        ),
     )
 
 

@@ -33,6 +33,9 @@ def sim(
     gpus: Annotated[int | None, typer.Option(help="devices in place of the scenario's; shares scale")] = None,
     window: Annotated[float, typer.Option(help="H of the planner, seconds")] = 60.0,
     best: Annotated[bool, typer.Option(help="search the best split of the baselines too")] = True,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="train on parts of a batch while the rest finishes")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
     out: Annotated[Path | None, typer.Option(help="write the rows here too")] = None,
     jobs: Annotated[int, typer.Option(help="runs side by side, each in a process")] = 1,
@@ -67,7 +70,9 @@ def sim(
                 tasks[phase] = progress.add_task(phase, total=total)
             progress.update(tasks[phase], completed=done)
 
-        for row in run_all(scenarios, modes, seeds, options, best=best, jobs=jobs, on_phase=on_phase):
+        for row in run_all(
+            scenarios, modes, seeds, options, best=best, streams=streaming, jobs=jobs, on_phase=on_phase
+        ):
             rows.append(row)
             if as_json:
                 typer.echo(json.dumps(row))
@@ -121,7 +126,7 @@ def table(scenario: Scenario, rows: Rows) -> Table:
         speed, shares = mean["throughput_tokens_per_s"], mean["allocation"]
         shown.add_row(
             name,
-            split,
+            " ".join(filter(None, (split, grouped[name, split][0]["streaming"]))),
             "/".join(str(shares[role]) for role in ("rollout", "reward", "training")),
             f"{speed:,.0f}",
             f"{mean['spread']:,.0f}",

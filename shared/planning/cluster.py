@@ -94,6 +94,10 @@ class ClusterSpec:
         """All slots of a role, by lowest device."""
         return list(self._of_role[role])
 
+    def num_beside_training(self, role: Role) -> int:
+        """Slots of a role that can be active while training holds its devices."""
+        return sum(self.training_devices.isdisjoint(slot.devices) for slot in self._of_role[role])
+
     def overlapping(self, devices: Iterable[DeviceId], role: Role | None = None) -> list[ReplicaSlot]:
         """Slots (of `role`) that use any of `devices`, in replica order."""
         found = {s.id: s for d in devices for s in self._by_device.get(d, ()) if role in (None, s.role)}

@@ -1,6 +1,7 @@
 """What can be set about planning."""
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from shared.errors import ConfigError
@@ -87,6 +88,9 @@ class PlannerConfig:
     """`rule_based`: a role over this share of its KV capacity shifts up."""
     kv_use_low: float = 0.1
     """`rule_based`: a role under this share gives a replica."""
+    training_rest_per_replica: float = inf
+    """`pivot`, where training begins with a part of a batch: it is given devices for that only when at most
+    so many sequences are left for each reward replica that fits beside it; for a whole batch, always."""
 
     def __post_init__(self) -> None:
         if self.window_s <= 0:
@@ -102,6 +106,10 @@ class PlannerConfig:
         if not 0 <= self.kv_use_low < self.kv_use_high:
             raise ConfigError(
                 "kv_use_low", self.kv_use_low, f"must be below kv_use_high = {self.kv_use_high}", "Lower it"
+            )
+        if not self.training_rest_per_replica >= 0:
+            raise ConfigError(
+                "training_rest_per_replica", self.training_rest_per_replica, "must not be negative", "Try 40"
             )
 
     def of(self, role: Role) -> RolePlanning:

@@ -10,6 +10,9 @@ Liveness, beyond the paper
   any candidate of one role. The other role, stalled before and after, is then left out of both means, so that
   the more pressed role starts; the stalled one is next.
 - Training that is not active and holds devices while no batch is ready is a donor that costs nothing.
+- Training that has begun with a part of a batch keeps its devices until the rest is there. So it is given
+  them for a part only where both roles fit beside it, and little is left for these to do. Until then the part
+  does not count: generation is planned as if no batch were ready.
 """
 
 import heapq
@@ -52,9 +55,30 @@ class Planner(ShiftPolicy):
     def decide(self, state: WorkloadState, now_s: float) -> PlanRecord:
         replays = {role: self._replay(state, role) for role in (Role.ROLLOUT, Role.REWARD)}
         training = state.training
-        if training.batch_ready and not training.is_active and not self._allocation.training_holds:
-            return self._shift_training_up(replays, now_s)
-        if self._waits_for_version(training, now_s):
+        holds = self._allocation.training_holds
+        most_left = self._most_left(training)
+        num_left = sum(state.of(role).num_sequences for role in replays)
+        is_next = training.batch_ready and (holds or num_left <= most_left)
+        if is_next and not training.is_active and not holds:
+            return self._shift_training_up(training, replays, now_s)
+        record = self._decide_generation(state, replays, is_next, now_s)
+        if training.batch_ready and not is_next:
+            why = f"part of a batch is ready: {num_left} sequences left, {max(0.0, most_left):g} fit"
+            record = replace(record, reason=f"{record.reason} ({why})")
+        return record
+
+    def _most_left(self, training: TrainingState) -> float:
+        """With how many sequences left training is given devices for what is ready; see liveness above."""
+        if training.is_batch_complete:
+            return inf
+        beside = {role: self.cluster.num_beside_training(role) for role in (Role.ROLLOUT, Role.REWARD)}
+        return beside[Role.REWARD] * self.config.training_rest_per_replica if all(beside.values()) else -inf
+
+    def _decide_generation(
+        self, state: WorkloadState, replays: dict[Role, RoleReplay], is_training_next: bool, now_s: float
+    ) -> PlanRecord:
+        """For rollout and reward."""
+        if self._waits_for_version(state.training, is_training_next, now_s):
             return PlanRecord(now_s, "prompts for the next version are about to come")
         up_role = role_to_shift_up(replays)
         if up_role is None:
@@ -64,7 +88,7 @@ class Planner(ShiftPolicy):
         pairs = self._prepare_pairs(state, up_role, replays[up_role.opposite])
         return self._choose(up_role, pairs, replays, now_s)
 
-    def _waits_for_version(self, training: TrainingState, now_s: float) -> bool:
+    def _waits_for_version(self, training: TrainingState, is_training_next: bool, now_s: float) -> bool:
         """Whether prompts for a new version are about to come; only for so long, should they not."""
         if not training.is_publishing:
             self._publishing_since_s = None
@@ -72,10 +96,10 @@ class Planner(ShiftPolicy):
             self._publishing_since_s = now_s
         since_s = self._publishing_since_s
         is_due = since_s is not None and now_s - since_s < PUBLISHING_LIMIT_S
-        return self.config.wait_for_version and is_due and not training.batch_ready
+        return self.config.wait_for_version and is_due and not is_training_next
 
     def _prepare_pairs(self, state: WorkloadState, up_role: Role, donors: RoleReplay) -> list[ShiftPair]:
-        """Step 2. A ready batch protects training's devices like an active step: one is about to start.
+        """Step 2. What is ready protects devices that training holds: it is about to begin.
 
         The penalty of a leaving replica is what it would have generated during the shift, and during the
         prefill of its sequences elsewhere (the paper has the first part only).
@@ -121,14 +145,17 @@ class Planner(ShiftPolicy):
             return 0.0
         return self.config.upstream_weight * state.rollout.num_sequences * per_sequence
 
-    def _shift_training_up(self, replays: dict[Role, RoleReplay], now_s: float) -> PlanRecord:
+    def _shift_training_up(
+        self, training: TrainingState, replays: dict[Role, RoleReplay], now_s: float
+    ) -> PlanRecord:
         plan = self.plan_for(Role.TRAINING)
         penalty = 0.0
         for replica in plan.down_replicas:
             role = self.cluster.slot(replica).role
             penalty += self.shift_s(Role.TRAINING, role) * replays[role].tokens_per_s_of(replica)
         plan = replace(plan, penalty_tokens=penalty)
-        return PlanRecord(now_s, "the next batch is ready: training takes its devices", Role.TRAINING, plan)
+        what = "the next batch" if training.is_batch_complete else "part of the next batch"
+        return PlanRecord(now_s, f"{what} is ready: training takes its devices", Role.TRAINING, plan)
 
     def _choose(
         self, up_role: Role, pairs: list[ShiftPair], replays: dict[Role, RoleReplay], now_s: float

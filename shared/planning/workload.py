@@ -24,9 +24,11 @@ class TrainingState:
 
     activity: TrainingActivity = TrainingActivity.IDLE
     batch_ready: bool = False
-    """The next batch is complete and waits for training."""
+    """Training may begin, or go on, with what is there of the next batch."""
     is_publishing: bool = False
     """A step is over and its version not yet published: prompts for it are about to be issued."""
+    is_batch_complete: bool = True
+    """What is there is the whole batch; without streaming, nothing less is ever ready."""
 
     @property
     def is_active(self) -> bool:

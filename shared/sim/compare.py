@@ -8,7 +8,7 @@ from shared.sim.modes import MODES, paper_shares
 from shared.sim.report import describe
 from shared.sim.run import Options
 from shared.sim.scenarios import Scenario
-from shared.sim.search import Trial, best_split, speed_of
+from shared.sim.search import Choice, Trial, best_split, speed_of, streaming_choices
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -66,11 +66,13 @@ def run_all(
     options: Options,
     *,
     best: bool,
+    streams: bool = False,
     jobs: int = 1,
     on_phase: OnPhase = lambda phase, done, total: None,
 ) -> Iterator[dict[str, Any]]:
     """Rows of each scenario and mode with the paper's split, then the best one, over all seeds.
 
+    `streams`: training begins with a part of a batch, in the way that suits the mode.
     `on_phase(phase, done, total)` hears how far it is.
     """
     with Runner(jobs) as runner:
@@ -79,12 +81,18 @@ def run_all(
         for scenario in scenarios:
             for name in modes:
                 mode = MODES[name]
-                splits = {"paper" if name != "colocated" else "-": paper_shares(scenario, mode)}
+                way = streaming_choices(mode)[0] if streams else "off"
+                splits = {"paper" if name != "colocated" else "-": Choice(paper_shares(scenario, mode), way)}
                 if best and name in SEARCHED:
-                    found = best_split(scenario, name, 0, options, at_once=jobs, speeds=runner.speeds)
+                    found = best_split(
+                        scenario, name, 0, options, streams=streams, at_once=jobs, speeds=runner.speeds
+                    )
                     splits["best"] = found.best
-                for split, shares in splits.items():
-                    trials += ((Trial(scenario, mode, shares, seed, options), split) for seed in range(seeds))
+                for split, choice in splits.items():
+                    trials += (
+                        (Trial(scenario, mode, choice.shares, seed, choice.on(options)), split)
+                        for seed in range(seeds)
+                    )
                 done += 1
                 on_phase("search of splits", done, total)
         for done, row in enumerate(runner.rows(trials), start=1):

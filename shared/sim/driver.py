@@ -105,7 +105,9 @@ class Simulation:
         )
         self._write_s = scenario.policy.weight_bytes / shares.training / device.read_bytes_per_s
         self.cluster, start = start_of(scenario, mode, shares)
-        config = planner_config(scenario, mode, costs, shares.training, options.planner)
+        has_room = all(self.cluster.num_beside_training(role) for role in GENERATING)
+        self.streaming = options.streaming if has_room and not mode.is_synchronous else None
+        config = planner_config(scenario, mode, costs, shares.training, self.streaming, options.planner)
         self.policy = make_policy(config, self.cluster, start)
         self.schedulers = {
             role: Scheduler(
@@ -135,8 +137,8 @@ class Simulation:
             scenario,
             shares.training,
             self._batches,
-            micro_batches=None if mode.is_synchronous else options.micro_batches,
-            is_dedicated=mode.is_fixed,
+            streaming=self.streaming,
+            is_dedicated=mode.has_dedicated_training,
         )
         self._samples: dict[SequenceId, Sample] = {}
         self.version = self.num_issued = 0
@@ -203,6 +205,7 @@ class Simulation:
             self.replicas.num_moves,
             self.num_deaths,
             self.num_failed_shifts,
+            self.streaming,
         )
 
     # Samples
@@ -242,8 +245,11 @@ class Simulation:
         staleness = sample_staleness(batch, self._issued_at.pop(sequence))
         assert staleness <= self.staleness, (sequence, staleness)
         self.max_staleness = max(self.max_staleness, staleness)
-        self.training.scored(prompt_index)
-        if batch == self.training.num_trained and self._is_batch_ready:
+        training = self.training
+        was_ready = training.is_ready
+        training.scored(prompt_index)
+        is_new = training.is_ready and (not was_ready or training.is_batch_complete)
+        if batch == training.num_trained and is_new:
             self._maybe_train()
             self._decide_soon()
 
@@ -260,15 +266,11 @@ class Simulation:
     def _maybe_train(self) -> None:
         shift = self._shift
         is_leaving = shift is not None and shift.plan.training_down
-        if is_leaving or not self.policy.allocation.training_holds or not self._is_batch_ready:
+        if is_leaving or not self.policy.allocation.training_holds or not self.training.is_ready:
             return
         seconds = self.training.begin(self.queue.now_s)
         self._mark()
         self.queue.after(seconds, self._end_training)
-
-    @property
-    def _is_batch_ready(self) -> bool:
-        return self.training.is_ready(self.replicas.num_unfinished)
 
     def _end_training(self) -> None:
         is_step = self.training.end(self.queue.now_s)
@@ -316,14 +318,19 @@ class Simulation:
             return
         self._report()
         self._mark()
-        num_trained = self.training.num_trained
+        training, num_trained = self.training, self.training.num_trained
         activity = TrainingActivity.DONE if num_trained else TrainingActivity.IDLE
-        if self.training.is_active:
+        if training.is_active:
             activity = TrainingActivity.ACTIVE
         state = WorkloadState(
             self.schedulers[Role.ROLLOUT].load(),
             self.schedulers[Role.REWARD].load(),
-            TrainingState(activity, self._is_batch_ready, is_publishing=self.version < num_trained),
+            TrainingState(
+                activity,
+                training.is_ready,
+                is_publishing=self.version < num_trained,
+                is_batch_complete=training.is_batch_complete,
+            ),
         )
         timer = self.options.timer
         before = timer() if timer else 0.0

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from shared.errors import ConfigError
 from shared.ids import DeviceId, Role, replica_id
 from shared.planning.cluster import Allocation, ClusterSpec, ReplicaSlot
 from shared.planning.config import PlannerConfig, PolicyName, RolePlanning
 from shared.planning.policies import Split, initial_allocation
+from shared.scheduling.streaming import Streaming
 from shared.scheduling.throughput import ThroughputModel
 from shared.sim.models import Device, LanguageModel
 from shared.sim.scenarios import Scenario, Shares
@@ -34,6 +36,11 @@ class Mode:
     """Sequences also move to replicas that have run empty between shifts."""
     is_fixed: bool = False
     """Devices never move: nothing to decide."""
+
+    @property
+    def has_dedicated_training(self) -> bool:
+        """Nobody else is ever on training's devices."""
+        return self.policy in ("disaggregated", "rollout_reward_colocated")
 
 
 MODES: Mapping[str, Mode] = {
@@ -125,7 +132,12 @@ class RoleCosts:
 
 
 def planner_config(
-    scenario: Scenario, mode: Mode, costs: Mapping[Role, RoleCosts], training: int, base: PlannerConfig
+    scenario: Scenario,
+    mode: Mode,
+    costs: Mapping[Role, RoleCosts],
+    training: int,
+    streaming: Streaming | None,
+    base: PlannerConfig,
 ) -> PlannerConfig:
     """`base` (window and other settings) with this scenario's models and shift times."""
 
@@ -154,6 +166,7 @@ def planner_config(
         length_aware=mode.length_aware or base.length_aware,
         upstream_weight=max(mode.upstream_weight, base.upstream_weight),
         wait_for_version=mode.wait_for_version or base.wait_for_version,
+        training_rest_per_replica=streaming.rest_per_replica if streaming else inf,
     )
 
 

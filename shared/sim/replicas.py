@@ -72,11 +72,6 @@ class Replicas:
         self.num_moves = 0
         """Sequences stopped to run elsewhere."""
 
-    @property
-    def num_unfinished(self) -> int:
-        """Sequences that run or wait, of both roles."""
-        return sum(scheduler.num_unfinished for scheduler in self.schedulers.values())
-
     def feed(self, role: Role, event: SchedulerEvent) -> None:
         """Give a scheduler an event and carry out what it decides."""
         self._carry_out(role, self.schedulers[role].step(event, self._queue.now_s))

@@ -15,10 +15,13 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from shared.ids import Role
+from shared.scheduling.streaming import STREAMING
 from shared.sim.cluster import EngineModel, Usage
 from shared.sim.run import GENERATING, RunResult
 from shared.sim.scenarios import Scenario
 from shared.sim.workload import Sample
+
+_STREAMING_NAMES = {streaming: name for name, streaming in STREAMING.items() if streaming}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +94,8 @@ def describe(result: RunResult, split: str = "-") -> dict[str, Any]:
         "shifts_per_step": round((last.num_shifts - first.num_shifts) / steps, 2),
         "aborts_per_step": round(result.num_moves / result.options.num_steps, 1),
         "max_staleness": result.max_staleness,
+        "streaming": result.streaming and _STREAMING_NAMES.get(result.streaming, "other"),
     }
-    if result.options.micro_batches is not None:
-        row["micro_batches"] = True
     if result.decide_ms:
         ordered = sorted(result.decide_ms)
         row["planner_ms"] = {

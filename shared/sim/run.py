@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from shared.ids import Role
 from shared.planning.config import PlannerConfig
 from shared.planning.plan import PlanRecord
+from shared.scheduling.streaming import Streaming
 from shared.scheduling.throughput import ThroughputModel
 from shared.sim.cluster import EngineModel, Usage
 from shared.sim.faults import Faults
 from shared.sim.modes import Mode
 from shared.sim.scenarios import Scenario, Shares
-from shared.sim.training import MicroBatches
 from shared.sim.workload import Sample
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ class Options:
     """Window, hysteresis and the like; models and shift times come from the scenario."""
     planning_models: Mapping[Role, ThroughputModel] = field(default_factory=dict)
     """What the planner and schedulers believe, where it is not what engines do."""
-    micro_batches: MicroBatches | None = None
-    """Train on complete groups while the others of a batch finish; None is whole batches, as the trainer
-    does. Synchronous modes train whole batches in any case."""
+    streaming: Streaming | None = None
+    """Train on complete groups while the others of a batch finish; None is whole batches. They are trained
+    whole in any case by synchronous modes, and where training leaves no room for both roles."""
     timer: Callable[[], float] | None = None
     """Seconds of a real clock, to measure decisions; None leaves them out."""
     faults: Faults = field(default_factory=Faults)
@@ -90,3 +90,5 @@ class RunResult:
     """Sequences stopped to run elsewhere, for whatever reason."""
     num_deaths: int
     num_failed_shifts: int
+    streaming: Streaming | None
+    """As it was in force."""

@@ -1,9 +1,10 @@
-"""The best fixed split of a scenario, by search over all feasible ones: the opponent that counts.
+"""The best split of a scenario, by search over all feasible ones: the opponent that counts.
 
 Every split has a step time it cannot beat: the work of its busiest role at peak throughput over that
 role's devices. Splits are simulated in the order of that bound on one seed, until the next bound is no
 better than the best simulated so far: so the rest is searched without being run. The best few run again in
-full. Training's share is searched too. Where lengths drift, every split plays the whole drift.
+full. Training's share is searched too, and with streaming, when training begins. Where lengths drift, every
+split plays the whole drift.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shared.errors import PivotError
+from shared.scheduling.streaming import STREAMING, StreamingName
 from shared.sim.driver import Simulation, engine_models
 from shared.sim.modes import MODES, Mode
 from shared.sim.report import describe, fluid_bound
@@ -27,7 +29,7 @@ def feasible_splits(scenario: Scenario, mode: Mode) -> Iterator[Shares]:
     unit_rollout = max(scenario.policy_tp, coarsest)
     unit_reward = max(scenario.genrm_tp, coarsest)
     if mode.policy != "disaggregated":
-        unit = max(scenario.policy_tp, scenario.genrm_tp, devices // 8)
+        unit = max(unit_rollout, unit_reward)
         most = devices if mode.policy == "pivot" else devices - unit
         yield from (Shares(0, 0, training) for training in range(unit, most + 1, unit))
         return
@@ -36,12 +38,35 @@ def feasible_splits(scenario: Scenario, mode: Mode) -> Iterator[Shares]:
             yield Shares(rollout, reward, devices - rollout - reward)
 
 
+def streaming_choices(mode: Mode) -> tuple[StreamingName, ...]:
+    """Ways to stream that `mode` can gain from; first the one for its split of the paper.
+
+    Where devices shift, that is late: eager only pays on few training devices.
+    """
+    if mode.is_synchronous:
+        return ("off",)
+    if mode.has_dedicated_training:
+        return ("eager",)
+    return ("late", "eager") if mode.policy == "pivot" else ("late",)
+
+
+class Choice(NamedTuple):
+    """What is searched for."""
+
+    shares: Shares
+    streaming: StreamingName = "off"
+
+    def on(self, options: Options) -> Options:
+        """`options` with this way to stream."""
+        return replace(options, streaming=STREAMING[self.streaming])
+
+
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The splits that were run with their tokens/s, best first; the first few by the full run."""
+    """What was run with its tokens/s, best first; the first few by the full run."""
 
-    best: Shares
-    tried: tuple[tuple[Shares, float], ...]
+    best: Choice
+    tried: tuple[tuple[Choice, float], ...]
     num_feasible: int
 
 
@@ -78,12 +103,13 @@ def best_split(
     seed: int,
     options: Options,
     *,
+    streams: bool = False,
     num_full: int = 4,
     prune: bool = True,
     at_once: int = 1,
     speeds: Speeds = _in_turn,
 ) -> SearchResult:
-    """The fastest split of `mode_name` on `seed`.
+    """The fastest split of `mode_name` on `seed`, with the best way to stream if it `streams`.
 
     `speeds` runs trials, `at_once` of them side by side. Where lengths do not drift, all are first tried on
     runs of a few steps; the best `num_full` of these are run in full.
@@ -95,24 +121,28 @@ def best_split(
     short = full if is_drifting else replace(full, num_steps=min(9, options.num_steps), warmup_steps=3)
     if short.num_steps <= short.warmup_steps:
         short = full
-    bounds = {
-        shares: _bound_tokens_per_s(scenario, shares, seed, short)
-        for shares in feasible_splits(scenario, mode)
-    }
-    left = sorted(bounds, key=lambda s: (-bounds[s], s))
-    tried: list[tuple[float, Shares]] = []
+    ways = streaming_choices(mode) if streams else ("off",)
+    bounds: dict[Choice, float] = {}
+    for shares in feasible_splits(scenario, mode):
+        bound = _bound_tokens_per_s(scenario, shares, seed, short)
+        bounds |= {Choice(shares, way): bound for way in ways}
+    left = sorted(bounds, key=lambda choice: (-bounds[choice], choice))
+    tried: list[tuple[float, Choice]] = []
+
+    def run(choices: Sequence[Choice], options: Options) -> list[tuple[float, Choice]]:
+        trials = [Trial(scenario, mode, choice.shares, seed, choice.on(options)) for choice in choices]
+        return list(zip(speeds(trials), choices, strict=True))
+
     while left:
         if prune and tried:
-            left = [s for s in left if bounds[s] > max(tried)[0]]
+            left = [choice for choice in left if bounds[choice] > max(tried)[0]]
         now, left = left[:at_once], left[at_once:]
-        found = speeds([Trial(scenario, mode, shares, seed, short) for shares in now])
-        tried += zip(found, now, strict=True)
+        tried += run(now, short)
     tried.sort(reverse=True)
     if short != full:
-        first = [shares for _, shares in tried[:num_full]]
-        found = speeds([Trial(scenario, mode, shares, seed, full) for shares in first])
-        tried = sorted(zip(found, first, strict=True), reverse=True) + tried[num_full:]
-    return SearchResult(tried[0][1], tuple((s, v) for v, s in tried), len(bounds))
+        first = [choice for _, choice in tried[:num_full]]
+        tried = sorted(run(first, full), reverse=True) + tried[num_full:]
+    return SearchResult(tried[0][1], tuple((choice, speed) for speed, choice in tried), len(bounds))
 
 
 def _bound_tokens_per_s(scenario: Scenario, shares: Shares, seed: int, options: Options) -> float:

@@ -1,33 +1,15 @@
 """Training as a model: which batch is next, whether it may begin, how long it takes.
 
 Batch k is the k-th block of prompts in issue order, as in the trainer. By default a batch is trained when its
-last sample is there. With micro-batches, groups whose samples are all there are trained while the others
+last sample is there. With `Streaming`, groups whose samples are all there are trained while the others
 finish; the step still ends with the whole batch, so that the issue bound does not change.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from shared.errors import ConfigError
+from shared.scheduling.streaming import Streaming
 from shared.sim.scenarios import Scenario
 from shared.sim.workload import Sample
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatches:
-    """Training on the groups that are complete."""
-
-    min_share: float = 0.05
-    """Of a batch: fewer are not trained at once, unless they are its last."""
-    start_share: float = 0.5
-    """Of a batch: where devices are shifted, training takes them only when so much is there…"""
-    rest_per_replica: float = 100.0
-    """…and at most so many sequences are left for each reward replica that fits beside training."""
-
-    def __post_init__(self) -> None:
-        for name in ("min_share", "start_share"):
-            if not 0.0 < getattr(self, name) <= 1.0:
-                raise ConfigError(name, getattr(self, name), "is a share above 0", "Give at most 1")
 
 
 class Training:
@@ -39,11 +21,11 @@ class Training:
         num_devices: int,
         batches: Sequence[Sequence[Sample]],
         *,
-        micro_batches: MicroBatches | None = None,
+        streaming: Streaming | None = None,
         is_dedicated: bool = False,
     ) -> None:
         self._scenario, self._num_devices = scenario, num_devices
-        self._micro, self._is_dedicated = micro_batches, is_dedicated
+        self._streaming, self._is_dedicated = streaming, is_dedicated
         work = scenario.workload
         self._group, self._prompts = work.samples_per_prompt, work.prompts_per_step
         self.missing = [work.batch_samples for _ in batches]
@@ -82,21 +64,22 @@ class Training:
     def is_running(self) -> bool:
         return self._since_s is not None
 
-    def is_ready(self, num_unfinished: int) -> bool:
-        """Whether devices would be put to use; `num_unfinished` sequences are left in rollout and reward."""
+    @property
+    def is_batch_complete(self) -> bool:
+        """All samples of the next batch are scored."""
+        return self.missing[self.num_trained] == 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether devices would be put to use."""
         if self._since_s is not None:
             return False
-        batch = self.num_trained
-        if self.missing[batch] == 0:
-            return True
-        micro = self._micro
-        if micro is None:
-            return False
-        share = len(self._complete[batch]) / self._prompts
-        if self._is_dedicated or self._num_groups_done:
-            return share >= micro.min_share
-        beside = (self._scenario.num_devices - self._num_devices) // self._scenario.genrm_tp
-        return share >= micro.start_share and num_unfinished <= beside * micro.rest_per_replica
+        if self._streaming is None or self.is_batch_complete:
+            return self.is_batch_complete
+        num_complete = len(self._complete[self.num_trained])
+        return self._streaming.is_ready(
+            num_complete, self._num_groups_done, self._prompts, is_dedicated=self._is_dedicated
+        )
 
     def begin(self, now_s: float) -> float:
         """Train on what is there, which must be ready; seconds it will take."""

@@ -1,4 +1,4 @@
-"""How many seeds of random faults to run, for each mode."""
+"""How many seeds of random faults to run, for each mode, and for some with streaming."""
 
 
 def pytest_addoption(parser):
@@ -18,4 +18,7 @@ def pytest_generate_tests(metafunc):
         "static",
         "rule_based",
     )
-    metafunc.parametrize(("fault_mode", "fault_seed"), [(mode, seed) for mode in modes for seed in seeds])
+    cases = [(mode, "off", seed) for mode in modes for seed in seeds]
+    streaming = [("pivot_best", "eager"), ("pivot_best", "late"), ("rollout_reward_colocated", "eager")]
+    cases += [(mode, way, seed) for mode, way in streaming for seed in seeds[: len(seeds) // 2]]
+    metafunc.parametrize(("fault_mode", "fault_streaming", "fault_seed"), cases)

@@ -10,6 +10,7 @@ import pytest
 
 from shared.ids import Role
 from shared.scheduling.sequence import Phase
+from shared.scheduling.streaming import STREAMING
 from shared.sim.faults import Faults
 from shared.sim.modes import MODES
 from shared.sim.report import describe
@@ -75,17 +76,25 @@ class Watch:
                     assert sequence in run.schedulers[role]._on[state.place.replica]
 
 
-def play(mode, seed):
+def play(mode, seed, streaming="off"):
     watch = Watch()
-    result = simulate(mode, seed=seed, num_steps=4, warmup_steps=1, faults=faults_of(seed), on_event=watch)
+    result = simulate(
+        mode,
+        seed=seed,
+        num_steps=4,
+        warmup_steps=1,
+        streaming=STREAMING[streaming],
+        faults=faults_of(seed),
+        on_event=watch,
+    )
     assert len(result.step_ends_s) == 4
     assert result.max_staleness <= (0 if MODES[mode].is_synchronous else SMALL.staleness)
     assert 0 < describe(result)["efficiency"] <= 1.0
     return result
 
 
-def test_a_run_under_faults_keeps_the_invariants(fault_mode, fault_seed):
-    play(fault_mode, fault_seed)
+def test_a_run_under_faults_keeps_the_invariants(fault_mode, fault_streaming, fault_seed):
+    play(fault_mode, fault_seed, fault_streaming)
 
 
 @pytest.mark.parametrize(("mode", "seed"), FOUND)

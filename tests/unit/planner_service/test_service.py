@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from services.monitor.service import MonitorService
 from services.monitor.timeline import Timeline, count_shifts
 from services.monitor.workload import WorkloadAggregator
 from services.planner.api import planner_router
+from services.planner.app import planner_config_of
 from services.planner.executor import ShiftExecutor
 from services.planner.leases import DeviceLeases
-from services.planner.service import PlannerService
+from services.planner.service import PlannerService, workload_state
 from shared.contracts.base import Message
+from shared.contracts.monitor import RoleWorkload, WorkloadPublished
 from shared.contracts.planner import PlanPublished
 from shared.errors import BusError, PivotError
 from shared.ids import ReplicaId, Role, sample_id
@@ -28,6 +31,7 @@ from shared.planning.config import PlannerConfig, PolicyName, RolePlanning
 from shared.planning.policies import initial_allocation, make_policy
 from shared.planning.record import from_line
 from shared.planning.replay import replay
+from shared.runtime.config import load_config
 from shared.runtime.http import make_app
 from shared.runtime.journal import read_journal
 from shared.runtime.run_folder import RunFolder
@@ -227,6 +231,38 @@ async def test_a_restarted_planner_takes_over_what_is_awake(tmp_path: Path) -> N
         assert {r.id: r.worker for r in run.house.replicas.values()} == starts
 
 
+@pytest.mark.parametrize(("collected", "is_complete"), [(15, False), (16, True)])
+def test_a_batch_is_complete_when_all_of_it_is_there(collected: int, is_complete: bool) -> None:
+    empty = {
+        role: RoleWorkload(role=role, replicas=(), waiting_lengths=(), outstanding=0)
+        for role in (Role.ROLLOUT, Role.REWARD)
+    }
+    message = WorkloadPublished(
+        seq=1,
+        now_s=1.0,
+        ready=True,
+        rollout=empty[Role.ROLLOUT],
+        reward=empty[Role.REWARD],
+        training_activity="idle",
+        training_holds_devices=False,
+        batch_ready=True,
+        collected=collected,
+        needed=16,
+        step=0,
+        policy_version=0,
+    )
+    training = workload_state(message).training
+    assert training.batch_ready
+    assert training.is_batch_complete == is_complete
+
+
+@pytest.mark.parametrize(("streaming", "rest"), [("off", inf), ("eager", inf), ("late", 40.0)])
+def test_the_way_to_stream_sets_how_much_may_be_left(tmp_path: Path, streaming: str, rest: float) -> None:
+    overrides = {"training.streaming": streaming}
+    config = load_config(Path("deploy/config/demo.yaml"), overrides)
+    assert planner_config_of(config, RunFolder(tmp_path)).training_rest_per_replica == rest
+
+
 # REST
 
 
@@ -285,6 +321,10 @@ async def test_rest_pauses_and_changes_settings(tmp_path: Path) -> None:
         assert (await http.post("/v1/planner/resume")).json() == {"paused": False}
         assert (await http.patch("/v1/planner/config", json={"window_s": 30})).json()["window_s"] == 30
         assert run.service.config.window_s == 30
+        changed = await http.patch("/v1/planner/config", json={"migration": True})
+        assert changed.json()["training_rest_per_replica"] == "inf"
+        changed = await http.patch("/v1/planner/config", json={"training_rest_per_replica": 40})
+        assert changed.json()["training_rest_per_replica"] == 40
 
 
 @pytest.mark.parametrize(
@@ -295,6 +335,7 @@ async def test_rest_pauses_and_changes_settings(tmp_path: Path) -> None:
         ({"window_s": "soon"}, "'soon' is no float"),
         ({"window_s": None}, "None is no float"),
         ({"window_s": -1}, "must be positive"),
+        ({"training_rest_per_replica": -1}, "must not be negative"),
         ({"migration": "yes"}, "'yes' is no bool"),
         ({"max_evaluated": True}, "True is no int"),
     ],

@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -22,6 +23,7 @@ from shared.planning.plan import (
 )
 from shared.planning.planner import Planner
 from shared.planning.record import EVENTS, Decided, Entry, Started, from_line, observed, to_line
+from shared.planning.workload import TrainingState
 from shared.scheduling.sequence import ReplicaLoad
 from tests.support.planner_states import DENSE, MOE, mid_run, random_situation
 
@@ -98,6 +100,21 @@ def test_a_line_stays_the_same():
         "num_sequences": {"rollout": 5, "reward": 0},
         "measured": {"rollout": 10.0},
     }
+
+
+def test_a_part_of_a_batch_is_recorded_and_old_lines_are_of_whole_ones():
+    training = TrainingState(batch_ready=True, is_batch_complete=False)
+    entry = Entry(2.0, WorkloadObserved(replace(SITUATION.state, training=training)))
+    assert again(entry) == entry
+    line = to_line(entry)
+    assert line["values"]["state"]["training"].pop("is_batch_complete") is False
+    assert from_line(line).event.state.training == TrainingState(batch_ready=True)
+
+
+@pytest.mark.parametrize("rest", [40.0, inf])
+def test_the_limit_of_what_is_left_is_recorded(rest):
+    entry = Entry(0.0, ConfigChanged(replace(SITUATION.config, training_rest_per_replica=rest)))
+    assert again(entry) == entry
 
 
 def test_a_load_with_lengths_left_out_keeps_its_numbers():

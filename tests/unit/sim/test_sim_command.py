@@ -8,7 +8,7 @@ from shared.cli.main import app
 from shared.cli.sim import load_scenario
 from shared.sim.modes import MODES
 from shared.sim.run import Options
-from shared.sim.search import best_split, feasible_splits
+from shared.sim.search import best_split, feasible_splits, streaming_choices
 
 SMALL = "bench/scenarios/small.yaml"
 
@@ -58,3 +58,34 @@ def test_the_search_by_bound_finds_the_split_that_trying_all_finds():
     assert len(everything.tried) == len(list(feasible_splits(scenario, MODES["disaggregated"])))
     assert found.best == everything.best
     assert len(found.tried) <= len(everything.tried)
+
+
+def test_the_search_takes_the_better_way_to_stream():
+    scenario = load_scenario(SMALL)
+    options = Options(num_steps=4, warmup_steps=1)
+    found = best_split(scenario, "pivot_best", 0, options, streams=True, num_full=50)
+    num_splits = len(list(feasible_splits(scenario, MODES["pivot_best"])))
+    assert found.num_feasible == 2 * num_splits
+    assert {choice.streaming for choice, _ in found.tried} == {"eager", "late"}
+    everything = best_split(scenario, "pivot_best", 0, options, streams=True, num_full=50, prune=False)
+    assert found.best == everything.best
+    speeds = dict(everything.tried)
+    other = "late" if found.best.streaming == "eager" else "eager"
+    assert speeds[found.best] == max(speeds.values()) >= speeds[found.best._replace(streaming=other)]
+    whole = best_split(scenario, "pivot_best", 0, options, num_full=50)
+    assert {choice.streaming for choice, _ in whole.tried} == {"off"}
+
+
+def test_modes_stream_in_the_way_that_suits_them():
+    ways = {name: streaming_choices(mode) for name, mode in MODES.items()}
+    assert ways["disaggregated"] == ways["rollout_reward_colocated"] == ("eager",)
+    assert ways["pivot"] == ways["pivot_best"] == ("late", "eager")
+    assert ways["colocated"] == ("off",)
+
+
+def test_rows_tell_how_a_run_streamed():
+    modes = ["--mode", "disaggregated", "--mode", "pivot", "--mode", "colocated"]
+    shown = run(*modes, "--seeds", "1", "--no-best", "--streaming", "--json")
+    rows = [json.loads(line) for line in shown.splitlines()]
+    assert [row["streaming"] for row in rows] == ["eager", "late", None]
+    assert "paper late" in run("--mode", "pivot", "--seeds", "1", "--no-best", "--streaming")
