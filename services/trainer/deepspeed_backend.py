@@ -2,7 +2,8 @@
 
     build   the model is made under zero.Init, so no rank ever holds it whole; each rank copies the flat
             range that ZeRO gave it out of GPS's pool, and DeepSpeed makes the fp32 masters of that
-    train   per micro-batch one forward and one backward pass, which reduces into fp32; then one step.
+    train   per micro-batch one forward and one backward pass, which reduces into fp32; at the end of a
+            step, one division by its response tokens, which are not known before, and the step itself.
             DeepSpeed averages gradients over ranks, the batch loss is a sum: each loss is multiplied by
             the world size
     write   ZeRO's partition of a parameter is row-major and contiguous: rank r of W has
@@ -227,7 +228,7 @@ class DeepSpeedBackend:
 
     def _fill(self, module: Any, pool: MappedPool) -> None:
         for name, parameter, start, count in self._shards(module, pool):
-            parameter.ds_tensor.data[:count].copy_(pool.flat(name, start, count))
+            pool.read_flat(name, start, parameter.ds_tensor.data[:count])
             parameter.ds_tensor.data[count:].zero_()
         names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         if self._config.rank == 0:  # tensors that nobody trains are written back as they came
@@ -244,6 +245,7 @@ class DeepSpeedBackend:
     def _reset(self, pool: MappedPool) -> None:
         """Back to the pool's parameters, masters made of them, no optimizer history."""
         self.reload()
+        self._drop_gradients()
         optimizer = self._engine.optimizer
         persistent = optimizer.persistent_parameters
         if persistent:
@@ -279,27 +281,28 @@ class DeepSpeedBackend:
     # training
 
     def train(
-        self, step: int, samples: Sequence[TrainSample], total_response_tokens: int, num_micro_batches: int
+        self,
+        step: int,
+        samples: Sequence[TrainSample],
+        total_response_tokens: int | None,
+        num_micro_batches: int,
     ) -> StepStats:
         self.reload()
         self._tag = None
         engine = self._engine
         batches = pad_with_empty(split(samples, self._config.micro_batch_tokens), num_micro_batches)
-        scale = self._config.world_size / max(1, total_response_tokens)
         seen: list[TokenLoss] = []
         for i, batch in enumerate(batches):
-            engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
+            is_last = total_response_tokens is not None and i == len(batches) - 1
+            engine.set_gradient_accumulation_boundary(is_last)
             loss = self._forward(batch)
-            engine.backward(loss.loss_sum * scale, scale_wrt_gas=False)
+            engine.backward(loss.loss_sum * self._config.world_size, scale_wrt_gas=False)
             seen.append(loss)
-        engine.step()
-        grad_norm = float(engine.get_global_grad_norm())
-        if grad_norm < 0:  # DeepSpeed's sign for infinite or NaN
-            raise EngineError("the gradient is infinite or not a number", phase="train", step=step)
-        self._step = step + 1
-        loss_sum = sum(float(loss.loss_sum.detach()) for loss in seen)
+        grad_norm = 0.0
+        if total_response_tokens is not None:
+            grad_norm = self._take_step(step, total_response_tokens)
         return StepStats(
-            loss=loss_sum / max(1, total_response_tokens),
+            loss_sum=sum(float(loss.loss_sum.detach()) for loss in seen),
             grad_norm=grad_norm,
             tokens=sum(num_tokens(sample) for sample in samples),
             response_tokens=sum(loss.num_tokens for loss in seen),
@@ -308,6 +311,20 @@ class DeepSpeedBackend:
             importance_ratio_max=max(loss.ratio_max for loss in seen),
             clipped_tokens=sum(loss.num_clipped for loss in seen),
         )
+
+    def _take_step(self, step: int, total_response_tokens: int) -> float:
+        """The optimizer step on the gradients that have come together; the norm of their mean."""
+        self._engine.optimizer.grad_partitions_flat_buffer.div_(max(1, total_response_tokens))
+        self._engine.step()
+        grad_norm = float(self._engine.get_global_grad_norm())
+        if grad_norm < 0:  # DeepSpeed's sign for infinite or NaN
+            raise EngineError("the gradient is infinite or not a number", phase="train", step=step)
+        self._step = step + 1
+        return grad_norm
+
+    def _drop_gradients(self) -> None:
+        """The next pass overwrites what passes of a step that was not ended have left."""
+        self._engine.optimizer.zero_grad()
 
     def _forward(self, batch: Sequence[TrainSample]) -> TokenLoss:
         """One micro-batch, right-padded: causal attention keeps real tokens from seeing the padding."""
@@ -424,6 +441,7 @@ class DeepSpeedBackend:
         if not (self._config.checkpoints / tag).is_dir():
             raise NotFound(f"no checkpoint {tag} in {self._config.checkpoints}", tag=tag)
         self.reload()
+        self._drop_gradients()
         self._tag = None
         _, state = self._engine.load_checkpoint(str(self._config.checkpoints), tag=tag)
         self._step, self._tag = int(state["pivotrl"]["step"]), tag

@@ -15,10 +15,10 @@ from shared.weights.host_pool import MappedPool
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Of this rank's samples, but for `grad_norm` (of the whole gradient, before clipping). `loss` is this
-    rank's part of the batch loss: the ranks' parts sum to it."""
+    """Of this rank's samples in this call, but for `grad_norm` (of the whole gradient, before clipping; 0
+    where no step was taken)."""
 
-    loss: float
+    loss_sum: float
     grad_norm: float
     tokens: int
     response_tokens: int
@@ -64,14 +64,19 @@ class TrainBackend(Protocol):
         """Everything `load` needs; on disk when it returns."""
 
     def train(
-        self, step: int, samples: Sequence[TrainSample], total_response_tokens: int, num_micro_batches: int
+        self,
+        step: int,
+        samples: Sequence[TrainSample],
+        total_response_tokens: int | None,
+        num_micro_batches: int,
     ) -> StepStats:
-        """One optimizer step, from version `step` to the next. `num_micro_batches` passes whatever the number
-        of samples."""
+        """Gradients of `samples`, added to those of earlier calls for `step`, in `num_micro_batches` passes
+        whatever the number of samples. Then, unless `total_response_tokens` is None, one optimizer step from
+        version `step` to the next. `load` and `build` drop gradients of a step that was not ended."""
 
     def offload(self) -> int:
-        """Optimizer state, fp32 masters and parameters off the device, gradients dropped; the bytes that were
-        moved or dropped."""
+        """Optimizer state, fp32 masters and parameters off the device, gradients dropped (so never within a
+        step); the bytes that were moved or dropped."""
 
     def reload(self) -> int:
         """Back to the device; the bytes that were moved."""

@@ -56,6 +56,7 @@ async def serve_rank(ctx: ServiceContext, rank: int) -> None:
         subjects=ctx.subjects,
         clock=ctx.clock,
         on_broken=on_broken,
+        is_pinning=ctx.config.cluster.kind == "cuda",
     )
     await shell.serve()
     ctx.spawn(shell.report_for_ever(), "heartbeat")

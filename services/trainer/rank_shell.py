@@ -18,7 +18,7 @@ from services.trainer.ports import TrainBackend
 from services.trainer.rank_group import AWAITS_LOAD, OFFLOADED
 from shared.bus.ports import Bus
 from shared.contracts.base import Done, Message
-from shared.contracts.gps import ReadRequest, WriteCommit, WriteRequest
+from shared.contracts.gps import PoolView, ReadRequest, WriteCommit, WriteRequest
 from shared.contracts.rank import (
     CheckpointSaved,
     LoadCheckpoint,
@@ -49,7 +49,8 @@ from shared.errors import (
 from shared.runtime.clock import Clock
 from shared.weights.dtypes import itemsize_of
 from shared.weights.gps_client import GpsClient
-from shared.weights.host_pool import MappedPool, map_view
+from shared.weights.host_pool import MappedPool
+from shared.weights.pool_reader import PoolReader
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Message)
@@ -68,7 +69,9 @@ class MeasuredBackend(TrainBackend, Protocol):
 
 class RankShell:
     """`incarnation` is `<generation>/<rank>`; the ranks of one life share the generation. `on_broken` is
-    called once, after the engine failed and the caller was told."""
+    called once, after the engine failed and the caller was told. `is_pinning`: GPS's memory is mapped once,
+    pinned for CUDA; without, it is mapped for each Read and Write, so that it is not counted as this
+    process's own."""
 
     def __init__(
         self,
@@ -82,11 +85,14 @@ class RankShell:
         subjects: Subjects,
         clock: Clock,
         on_broken: Callable[[PivotError], None],
+        *,
+        is_pinning: bool = False,
     ) -> None:
         self._rank, self._world_size, self._incarnation = rank, world_size, incarnation
         self._backend, self._lane, self._gps = backend, lane, gps
         self._bus, self._subjects, self._clock = bus, subjects, clock
         self._on_broken = on_broken
+        self._pools, self._is_pinning = PoolReader(is_pinning=is_pinning), is_pinning
         self._one_at_a_time = asyncio.Lock()
         self._staged: dict[int, StageSamples] = {}
         self._phase = AWAITS_LOAD
@@ -191,11 +197,18 @@ class RankShell:
     async def _policy(self) -> AsyncIterator[tuple[int, MappedPool]]:
         request = ReadRequest(model=POLICY, receiver=f"rank-{self._rank}", lease_s=READ_LEASE_S)
         async with self._gps.read(request) as grant:
-            pool = map_view(grant.view)
-            try:
+            with self._mapped(grant.view) as pool:
                 yield grant.version, pool
-            finally:
-                pool.close()
+
+    @contextlib.contextmanager
+    def _mapped(self, view: PoolView, *, writable: bool = False) -> Iterator[MappedPool]:
+        pool = self._pools.map(view, writable=writable)
+        try:
+            yield pool
+        finally:
+            pool.close()
+            if not self._is_pinning:
+                self._pools.close()
 
     async def _stage(self, message: StageSamples) -> Message:
         if not 0 <= message.part < message.num_parts:
@@ -234,7 +247,7 @@ class RankShell:
         return RankStepped(
             rank=self._rank,
             step=message.step,
-            loss=stats.loss,
+            loss_sum=stats.loss_sum,
             grad_norm=stats.grad_norm,
             tokens=stats.tokens,
             response_tokens=stats.response_tokens,
@@ -250,23 +263,21 @@ class RankShell:
         started_s = self._clock.now_s()
         boxes = self._backend.shard_boxes()
         writer = f"rank-{self._rank}"
-        with _gps_may_restart(message.version):
-            grant = await self._gps.begin_write(
-                WriteRequest(
-                    model=POLICY,
-                    version=message.version,
-                    writer=writer,
-                    writers=tuple(f"rank-{rank}" for rank in range(self._world_size)),
-                    boxes=boxes,
-                    attempt=self._incarnation.split("/")[0],
+        with contextlib.ExitStack() as mapped:
+            with _gps_may_restart(message.version):
+                grant = await self._gps.begin_write(
+                    WriteRequest(
+                        model=POLICY,
+                        version=message.version,
+                        writer=writer,
+                        writers=tuple(f"rank-{rank}" for rank in range(self._world_size)),
+                        boxes=boxes,
+                        attempt=self._incarnation.split("/")[0],
+                    )
                 )
-            )
-            pool = map_view(grant.view, writable=True)
-        try:
+                pool = mapped.enter_context(self._mapped(grant.view, writable=True))
             checksums = await self._call("write", self._backend.copy_shard, pool)
             nbytes = sum(box.flat_count * itemsize_of(pool.tensor(box.tensor).dtype) for box in boxes)
-        finally:
-            pool.close()
         with _gps_may_restart(message.version):
             commit = WriteCommit(writer=writer, checksums=checksums)
             status = await self._gps.commit_write(grant.write_id, commit)

@@ -3,9 +3,12 @@
     starting ─ranks loaded─► idle ─shift up─► active ─step done─► done ─shift down─► idle
                                                 └────◄─next batch ready──┘
 
+With streaming a step is trained in parts, as prompts become complete; between them training stays active,
+since its gradients are on the devices.
+
 One step, and what a crash at each point means:
 
-    stage, train            nothing has happened: the step is done again from the last checkpoint
+    stage, train, a part    nothing has happened: the step is done again from the last checkpoint
     ranks save, journal     the journal's entry is void, as `resumed` says, unless…
     latest.json             …the step is done: from here it counts
     Write to GPS            a start after this point Writes the checkpoint's version if GPS lacks it; a node
@@ -18,11 +21,12 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
-from services.trainer.advantages import Masked, Weighted, weigh
+from services.trainer.advantages import Weighted
 from services.trainer.batches import Batch, BatchAssembler
 from services.trainer.packing import share_out
 from services.trainer.policy_write import PolicyWriter, Tries
 from services.trainer.rank_group import RankGroup, RanksLost
+from services.trainer.step import Step, train_sample
 from shared.bus.ports import Bus
 from shared.contracts.base import Done, Message
 from shared.contracts.planner import DeviceLease, ShiftStepDone
@@ -41,7 +45,7 @@ from shared.contracts.rank import (
 )
 from shared.contracts.reward import ScoredSample
 from shared.contracts.subjects import Subjects
-from shared.contracts.trainer import StepCompleted, TrainingActivity, TrainingTelemetry
+from shared.contracts.trainer import TrainingActivity, TrainingTelemetry
 from shared.errors import Conflict, DeadlineExceeded, EngineError, TransportError
 from shared.ids import Role
 from shared.runtime.checkpoints import Checkpoint, Checkpoints
@@ -49,7 +53,7 @@ from shared.runtime.clock import Clock
 from shared.runtime.config import RunConfig
 from shared.runtime.journal import Journal
 from shared.runtime.topology import rank_devices
-from shared.scheduling.staleness import sample_staleness
+from shared.scheduling.streaming import STREAMING
 
 log = logging.getLogger("pivotrl.trainer")
 MOVE_DEADLINE_S = 110.0
@@ -83,7 +87,12 @@ class TrainerService:
         self.phase = "waiting for ranks"
         self.step = 0
         self.tokens_total = 0
-        self.assembler = BatchAssembler(config.training.prompts_per_step, config.rollout.samples_per_prompt)
+        self.assembler = BatchAssembler(
+            config.training.prompts_per_step,
+            config.rollout.samples_per_prompt,
+            STREAMING[config.training.streaming],
+            config.has_training_devices,
+        )
         self._work = asyncio.Event()
         self._news = asyncio.Event()
         self._moving = asyncio.Lock()
@@ -96,7 +105,7 @@ class TrainerService:
     def telemetry(self) -> TrainingTelemetry:
         return TrainingTelemetry(
             activity=self.activity,
-            batch_ready=self.assembler.is_ready() and not self.finished and not self.paused,
+            batch_ready=self._is_ready(),
             holds_devices=self.holds_devices,
             step=self.step,
             policy_version=self.step,
@@ -193,7 +202,7 @@ class TrainerService:
             if not self.assembler.add(stored.seq, stored.message):
                 await self._bus.discard(stream, stored.seq)
                 continue
-            if self.assembler.is_ready():
+            if self.assembler.is_ready() or self.assembler.has_begun:
                 self._work.set()
             self._news.set()
 
@@ -251,10 +260,16 @@ class TrainerService:
 
     # Steps
 
+    def _is_ready(self) -> bool:
+        """There is something to train now. A pause lets no step begin, but ends one that has begun."""
+        may_begin = not self.paused or self.assembler.has_begun
+        return self.assembler.is_ready() and may_begin and not self.finished
+
     def _can_train(self) -> bool:
-        return self.holds_devices and self.assembler.is_ready() and not self.finished and not self.paused
+        return self.holds_devices and self._is_ready()
 
     async def _train_for_ever(self) -> None:
+        step = Step(self.step)
         while True:
             self._work.clear()
             while self._can_train():
@@ -262,33 +277,46 @@ class TrainerService:
                     if not self._can_train():  # a shift down came first
                         break
                     self._set("active", "")
-                await self._train(self.assembler.take())
-            if self.holds_devices and self.activity == "active":
+                await self._train_part(step, self.assembler.take())
+                if self.assembler.is_taken:
+                    await self._complete(step)
+                    step = Step(self.step)
+            if step.num_parts:
+                self._set("active", f"waiting for the rest of the batch ({self._progress()})")
+            elif self.holds_devices and self.activity == "active":
                 self._set("done", "")
             await self._work.wait()
 
-    async def _train(self, batch: Batch) -> None:
+    def _progress(self) -> str:
+        return f"{self.assembler.collected()}/{self.assembler.needed} samples"
+
+    async def _train_part(self, step: Step, part: Batch) -> None:
+        """The optimizer steps with the last part, even if none of that part's samples can be trained."""
+        weighted = step.take_up(part)
+        is_last = self.assembler.is_taken
+        if not weighted and not (is_last and step.weighted):
+            return
         started_s = self._clock.now_s()
-        weighted, masked = weigh(batch)
-        stepped: list[RankStepped] = []
-        if weighted:
-            stepped = await self._step_ranks(batch.step, weighted)
-        trained_s = self._clock.now_s() - started_s
-        step = batch.step + 1
-        tag = Checkpoints.tag(step)
+        total = step.response_tokens if is_last else None
+        step.stepped += await self._ask_ranks_to_train(step.number, weighted, total)
+        step.train_s += self._clock.now_s() - started_s
+
+    async def _complete(self, step: Step) -> None:
+        """From the optimizer's step to the samples' end."""
+        version = step.number + 1
+        tag = Checkpoints.tag(version)
         self._set("active", "saving the checkpoint")
         await self._ranks.ask("save", SaveCheckpoint(tag=tag), CheckpointSaved, deadline_s=LOAD_DEADLINE_S)
-        self._journal.append(*_entries(batch, weighted, masked))
-        self._checkpoints.commit(Checkpoint(step, tag))
+        self._journal.append(*step.journal_entries())
+        self._checkpoints.commit(Checkpoint(version, tag))
         write_started_s = self._clock.now_s()
-        await self._write(step, "writing the policy")
-        write_s = self._clock.now_s() - write_started_s
-        self.assembler.trained(batch)
-        self.step = step
-        row = _row(batch, weighted, masked, stepped, trained_s, write_s)
+        await self._write(version, "writing the policy")
+        row = step.row(self._clock.now_s() - write_started_s)
+        self.assembler.trained()
+        self.step = version
         self.tokens_total += row.tokens
-        await self._bus.append(self._subjects.step_completed, row, dedupe_id=f"step/{step}")
-        for seq in batch.seqs:
+        await self._bus.append(self._subjects.step_completed, row, dedupe_id=f"step/{version}")
+        for seq in step.seqs:
             await self._bus.discard(self._subjects.scored_stream, seq)
         self._news.set()
 
@@ -302,8 +330,10 @@ class TrainerService:
         self._set(self.activity, phase)
         await self._writer.write(version, retrying)
 
-    async def _step_ranks(self, step: int, weighted: list[Weighted]) -> list[RankStepped]:
-        samples = [_train_sample(w) for w in weighted]
+    async def _ask_ranks_to_train(
+        self, step: int, weighted: list[Weighted], total_response_tokens: int | None
+    ) -> list[RankStepped]:
+        samples = [train_sample(w) for w in weighted]
         shares = share_out(samples, self._ranks.world_size, self._config.training.micro_batch_tokens)
         self._set("active", f"training {len(samples)} samples")
         parts = [_parts(step, list(share)) for share in shares.samples]
@@ -312,7 +342,7 @@ class TrainerService:
             await self._ranks.ask("stage", messages, Done, deadline_s=MOVE_DEADLINE_S)
         command = TrainStep(
             step=step,
-            total_response_tokens=sum(len(s.response_token_ids) for s in samples),
+            total_response_tokens=total_response_tokens,
             num_micro_batches=shares.num_micro_batches,
         )
         return await self._ranks.ask("train", command, RankStepped, deadline_s=STEP_DEADLINE_S)
@@ -324,18 +354,6 @@ class TrainerService:
     def _set(self, activity: TrainingActivity, phase: str) -> None:
         self.activity, self.phase = activity, phase
         self._news.set()
-
-
-def _train_sample(weighted: Weighted) -> TrainSample:
-    trajectory = weighted.sample.trajectory
-    return TrainSample(
-        sample_id=trajectory.sample_id,
-        prompt_token_ids=trajectory.prompt_token_ids,
-        response_token_ids=trajectory.response_token_ids,
-        logprobs=trajectory.logprobs,
-        versions=trajectory.versions,
-        advantage=weighted.advantage,
-    )
 
 
 def _parts(step: int, samples: list[TrainSample]) -> list[StageSamples]:
@@ -353,63 +371,3 @@ def _parts(step: int, samples: list[TrainSample]) -> list[StageSamples]:
         StageSamples(step=step, part=i, num_parts=len(parts), samples=tuple(part))
         for i, part in enumerate(parts)
     ]
-
-
-def _entries(batch: Batch, weighted: list[Weighted], masked: list[Masked]) -> list[dict[str, object]]:
-    """The journal's account of a step: every sample of the batch, once."""
-    trained: list[dict[str, object]] = [
-        {"event": "trained", "step": batch.step + 1, "sample": w.sample.trajectory.sample_id}
-        for w in weighted
-    ]
-    return trained + [
-        {
-            "event": "masked",
-            "step": batch.step + 1,
-            "sample": m.sample.trajectory.sample_id,
-            "reason": m.reason,
-        }
-        for m in masked
-    ]
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _row(
-    batch: Batch,
-    weighted: list[Weighted],
-    masked: list[Masked],
-    stepped: list[RankStepped],
-    train_s: float,
-    write_s: float,
-) -> StepCompleted:
-    samples = batch.samples
-    staleness = [
-        sample_staleness(batch.step, s.trajectory.oldest_version) for s in samples if s.trajectory.versions
-    ]
-    response_tokens = sum(r.response_tokens for r in stepped)
-    return StepCompleted(
-        step=batch.step + 1,
-        policy_version=batch.step + 1,
-        num_samples=len(samples),
-        num_trained=len(weighted),
-        num_unscored=sum(s.reward is None for s in samples),
-        reward_mean=_mean([s.reward for s in samples if s.reward is not None]),
-        verifiable_reward_mean=_mean(
-            [s.verifiable_reward for s in samples if s.verifiable_reward is not None]
-        ),
-        genrm_reward_mean=_mean([s.genrm_reward for s in samples if s.genrm_reward is not None]),
-        staleness_max=max(staleness, default=0),
-        staleness_mean=sum(staleness) / max(1, len(staleness)),
-        response_tokens_mean=sum(len(s.trajectory.response_token_ids) for s in samples) / len(samples),
-        loss=sum(r.loss for r in stepped),
-        grad_norm=max((r.grad_norm for r in stepped), default=0.0),
-        logprob_gap_mean=sum(r.logprob_gap_sum for r in stepped) / max(1, response_tokens),
-        logprob_gap_max=max((r.logprob_gap_max for r in stepped), default=0.0),
-        importance_ratio_max=max((r.importance_ratio_max for r in stepped), default=0.0),
-        clip_fraction=sum(r.clipped_tokens for r in stepped) / max(1, response_tokens),
-        train_s=train_s,
-        write_s=write_s,
-        tokens=sum(r.tokens for r in stepped),
-    )

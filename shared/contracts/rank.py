@@ -29,24 +29,26 @@ class StageSamples(Message):
 
 
 class TrainStep(Message):
-    """trainer → rank: one optimizer step on the staged samples. `total_response_tokens` counts all ranks: the
-    token-level loss (DAPO) divides by it."""
+    """trainer → rank: forward and backward passes over the staged samples, then one optimizer step. The
+    token-level loss (DAPO) divides by `total_response_tokens`, of the whole step and all ranks. None: more
+    samples of the step follow, so gradients are kept and no step is taken yet."""
 
     step: int
-    total_response_tokens: int
+    total_response_tokens: int | None
     num_micro_batches: int
 
     def summary(self) -> str:
-        return f"train step {self.step}"
+        part = "a part of " if self.total_response_tokens is None else ""
+        return f"train {part}step {self.step}"
 
 
 class RankStepped(Message):
-    """rank → trainer. Sums are over this rank's response tokens, so that the trainer can weigh ranks
-    right."""
+    """rank → trainer. Sums are over this rank's response tokens of this command, so that the trainer can
+    weigh ranks and parts right. `grad_norm` is 0 where no step was taken."""
 
     rank: int
     step: int
-    loss: float
+    loss_sum: float
     grad_norm: float
     tokens: int
     response_tokens: int

@@ -11,7 +11,8 @@ class TrainingTelemetry(Message):
     """trainer → monitor, on change and 1 Hz.
 
     `done` means: no step is running and the ranks still hold the devices. `collected` of `needed` samples of
-    the next batch are here.
+    the next batch are here, those of parts that are trained included. `batch_ready`: training may begin, or
+    go on, with what is there.
     """
 
     activity: TrainingActivity
@@ -53,6 +54,8 @@ class StepCompleted(Message):
     train_s: float
     write_s: float
     tokens: int
+    num_parts: int = 1
+    """Parts in which the batch was trained: more than one with streaming."""
 
     def summary(self) -> str:
         reward = "-" if self.reward_mean is None else f"{self.reward_mean:.3f}"

@@ -187,9 +187,15 @@ class RunConfig(_Section):
             raise ValueError(
                 f"network.token must be set where network.host = {self.network.host!r} is not loopback"
             )
-        if self.policy == "colocated" and self.training.staleness:
-            object.__setattr__(self, "training", self.training.model_copy(update={"staleness": 0}))
+        if self.policy == "colocated":  # synchronous: one role at a time, whole batches
+            synchronous = self.training.model_copy(update={"staleness": 0, "streaming": "off"})
+            object.__setattr__(self, "training", synchronous)
         return self
+
+    @property
+    def has_training_devices(self) -> bool:
+        """Training keeps devices of its own."""
+        return self.policy in ("disaggregated", "rollout_reward_colocated")
 
     @property
     def batch_samples(self) -> int:

@@ -75,13 +75,16 @@ class Ranks:
         return answers
 
     async def train(self, step: int, samples: Sequence[TrainSample]) -> list[RankStepped]:
+        return await self.train_part(step, samples, num_response_tokens(samples))
+
+    async def train_part(
+        self, step: int, samples: Sequence[TrainSample], total: int | None
+    ) -> list[RankStepped]:
         shares = share_out(samples, WORLD_SIZE, self.config.training.micro_batch_tokens)
         staged = [StageSamples(step=step, part=0, num_parts=1, samples=s) for s in shares.samples]
         await self.ask("stage", staged, Done)
         command = TrainStep(
-            step=step,
-            total_response_tokens=sum(len(s.response_token_ids) for s in samples),
-            num_micro_batches=shares.num_micro_batches,
+            step=step, total_response_tokens=total, num_micro_batches=shares.num_micro_batches
         )
         return await self.ask("train", command, RankStepped)
 
@@ -176,8 +179,18 @@ def make_samples(count: int, *, vocabulary: int, prompt: int, response: int) -> 
     ]
 
 
-def plain_torch(model: Path, config: RunConfig, samples: Sequence[TrainSample], steps: int) -> list[Any]:
-    """The same steps in one process, one sample at a time, no DeepSpeed: (loss, gradient norm, weights)."""
+def num_response_tokens(samples: Sequence[TrainSample]) -> int:
+    return sum(len(s.response_token_ids) for s in samples)
+
+
+def plain_torch(
+    model: Path, config: RunConfig, samples: Sequence[TrainSample], ours: Sequence[dict[str, np.ndarray]]
+) -> list[Any]:
+    """The same steps in one process, one sample at a time, no DeepSpeed: (loss, gradient norm, weights).
+
+    After each step the few elements that went the other way by rounding are set to `ours`: from there on the
+    difference would grow.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -191,7 +204,7 @@ def plain_torch(model: Path, config: RunConfig, samples: Sequence[TrainSample], 
     )
     total = sum(len(s.response_token_ids) for s in samples)
     results: list[Any] = []
-    for _ in range(steps):
+    for weights_after in ours:
         losses = []
         optimizer.zero_grad()
         for sample in samples:
@@ -205,7 +218,7 @@ def plain_torch(model: Path, config: RunConfig, samples: Sequence[TrainSample], 
                 clip_low=config.training.clip[0],
                 clip_high=config.training.clip[1],
             )
-            (loss.loss_sum / total).backward()
+            loss.loss_sum.backward()
             losses.append(float(loss.loss_sum.detach()) / total)
             for name, parameter in parameters.items():
                 assert parameter.grad is not None
@@ -213,6 +226,9 @@ def plain_torch(model: Path, config: RunConfig, samples: Sequence[TrainSample], 
                 grad = parameter.grad.float()
                 master.grad = grad if master.grad is None else master.grad + grad
                 parameter.grad = None
+        for master in masters.values():
+            assert master.grad is not None
+            master.grad /= total  # at the end as ours: bf16 rounds the same gradients
         norm = float(torch.nn.utils.clip_grad_norm_(masters.values(), 1.0))
         optimizer.step()
         with torch.no_grad():
@@ -220,6 +236,12 @@ def plain_torch(model: Path, config: RunConfig, samples: Sequence[TrainSample], 
                 parameter.copy_(masters[name])
         weights = {name: p.detach().float().numpy().copy() for name, p in parameters.items()}
         results.append((sum(losses), norm, weights))
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                wanted = torch.from_numpy(as_floats(weights_after[name])).view_as(parameter)
+                differs = parameter.float() != wanted
+                parameter[differs] = wanted[differs].bfloat16()
+                masters[name][differs] = wanted[differs]
     return results
 
 
@@ -275,22 +297,37 @@ async def test_two_ranks_train_move_write_continue_and_come_back(tmp_path: Path)
         await ranks.ask("write", WritePolicy(version=2), RankWrote)
         _, after_move = await ranks.policy()
 
+        left = await ranks.train_part(2, samples[:2], None)  # a step that nobody ends: loading drops it
+        assert [s.grad_norm for s in left] == [0, 0]
         await ranks.ask("load", LoadCheckpoint(tag="step-000001"), RankStatus)
         again = await ranks.train(1, samples)
         await ranks.ask("write", WritePolicy(version=3), RankWrote)
         _, after_load = await ranks.policy()
-        assert [s.loss for s in again] == [s.loss for s in moved]
+        assert [s.loss_sum for s in again] == [s.loss_sum for s in moved]
         assert_equal(after_load, after_move)
 
-        expected = await asyncio.to_thread(plain_torch, model, ranks.config, samples, 2)
-        for answers, (loss, norm, _) in zip((stepped, moved), expected, strict=True):
-            print(
-                f"loss {sum(s.loss for s in answers):.5f} / {loss:.5f}, norm {answers[0].grad_norm} / {norm}"
-            )
-            assert sum(s.loss for s in answers) == pytest.approx(loss, rel=0.002)
-            assert answers[0].grad_norm == pytest.approx(norm, rel=0.02)
+        await ranks.ask("load", LoadCheckpoint(tag="step-000001"), RankStatus)
+        parts = [
+            await ranks.train_part(1, samples[:2], None),
+            await ranks.train_part(1, samples[2:4], None),
+            await ranks.train_part(1, samples[4:], num_response_tokens(samples)),  # nothing for rank 1
+        ]
+        in_parts = [answer for answers in parts for answer in answers]
+        await ranks.ask("write", WritePolicy(version=4), RankWrote)
+        _, after_parts = await ranks.policy()
+
+        tokens = num_response_tokens(samples)
+        expected = await asyncio.to_thread(plain_torch, model, ranks.config, samples, [first, after_move])
         assert_same_update(initial, first, expected[0][2], 0.99)
-        assert_same_update(first, after_move, expected[1][2], 0.98)
+        assert_same_update(first, after_move, expected[1][2], 0.99)
+        assert_same_update(first, after_parts, expected[1][2], 0.99)
+        for answers, (loss, norm, _) in zip(
+            (stepped, moved, in_parts), (*expected, expected[1]), strict=True
+        ):
+            ours, our_norm = sum(s.loss_sum for s in answers) / tokens, max(s.grad_norm for s in answers)
+            print(f"loss {ours:.5f} / {loss:.5f}, norm {our_norm} / {norm}")
+            assert ours == pytest.approx(loss, rel=1e-3)
+            assert our_norm == pytest.approx(norm, rel=1e-3)
 
         os.kill(ranks.supervisor.pids["rank-1"], signal.SIGKILL)
         await asyncio.wait_for(ranks.group.lost(), 60)
@@ -298,8 +335,8 @@ async def test_two_ranks_train_move_write_continue_and_come_back(tmp_path: Path)
         assert only_generation(ranks) != generation
         await ranks.ask("load", LoadCheckpoint(tag="step-000001"), RankStatus)
         recovered = await ranks.train(1, samples)
-        assert [s.loss for s in recovered] == [s.loss for s in moved]
-        await ranks.ask("write", WritePolicy(version=4), RankWrote)
+        assert [s.loss_sum for s in recovered] == [s.loss_sum for s in moved]
+        await ranks.ask("write", WritePolicy(version=5), RankWrote)
         _, after_death = await ranks.policy()
         assert_equal(after_death, after_move)
 

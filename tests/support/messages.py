@@ -154,7 +154,7 @@ EXAMPLES: tuple[Message, ...] = (
     rank.RankStepped(
         rank=0,
         step=3,
-        loss=0.5,
+        loss_sum=0.5,
         grad_norm=1.0,
         tokens=100,
         response_tokens=60,

@@ -32,6 +32,8 @@ class RankResponders:
         self.calls: list[tuple[int, str]] = []
         self.staged: dict[int, list[str]] = {}
         self.trained: list[tuple[int, int, list[str]]] = []
+        self.totals: list[int | None] = []
+        """`total_response_tokens` of each train command."""
         self.gps_version = 0
         self.generation = "g1"
         self.phase = "waiting for load"
@@ -113,11 +115,14 @@ class RankResponders:
 
     def _train(self, rank: int, message: TrainStep) -> Message:
         self.trained.append((message.step, rank, self.staged[rank]))
+        if rank == 0:
+            self.totals.append(message.total_response_tokens)
+        takes_step = message.total_response_tokens is not None
         return RankStepped(
             rank=rank,
             step=message.step,
-            loss=0.25,
-            grad_norm=2.0,
+            loss_sum=0.25,
+            grad_norm=2.0 if takes_step else 0.0,
             tokens=100,
             response_tokens=10,
             logprob_gap_sum=0.5,

@@ -10,6 +10,7 @@ from services.trainer.advantages import group_advantages, weigh
 from services.trainer.batches import Batch, BatchAssembler
 from shared.contracts.reward import ScoredSample
 from shared.ids import sample_id
+from shared.scheduling.streaming import EAGER, LATE, Streaming
 from tests.support.samples import scored_sample
 
 PROMPTS, GROUP = 2, 3
@@ -40,7 +41,7 @@ def test_batches_are_whole_in_order_and_hold_every_sample_once(seed: int, steps:
             refused += 1
         while assembler.is_ready():
             batch = assembler.take()
-            assembler.trained(batch)
+            assembler.trained()
             taken.append(batch)
     assert [batch.step for batch in taken] == list(range(steps))
     for batch in taken:
@@ -52,12 +53,48 @@ def test_batches_are_whole_in_order_and_hold_every_sample_once(seed: int, steps:
     assert len({seq for batch in taken for seq in batch.seqs}) == kept
 
 
-def test_a_batch_stays_until_it_is_trained() -> None:
+def test_a_batch_stays_until_it_is_trained_and_may_be_taken_again_after_a_start_over() -> None:
     assembler = BatchAssembler(1, 2)
     assembler.add(1, scored(0, 0))
     assert not assembler.is_ready()
     assembler.add(2, scored(0, 1))
-    assert assembler.take() == assembler.take()
+    taken = assembler.take()
+    assert (assembler.is_ready(), assembler.is_taken, assembler.collected()) == (False, True, 2)
+    assert assembler.resume(0) == []
+    assert assembler.take() == taken
+
+
+@given(
+    st.integers(),
+    st.integers(1, 4),
+    st.sampled_from([EAGER, LATE, Streaming(1.0)]),
+    st.booleans(),
+    st.lists(st.booleans(), min_size=1),
+)
+def test_parts_make_the_same_batches(
+    seed: int, steps: int, streaming: Streaming, is_dedicated: bool, trains: list[bool]
+) -> None:
+    """Whenever training gets round to it, each batch is taken whole, in whole groups, before the next."""
+    assembler = BatchAssembler(4, GROUP, streaming, is_dedicated)
+    samples = [scored(p, k) for p in range(steps * 4) for k in range(GROUP)]
+    random_module.Random(seed).shuffle(samples)
+    parts: list[Batch] = []
+    for i, sample in enumerate(samples):
+        assembler.add(i, sample)
+        while (trains[i % len(trains)] or i == len(samples) - 1) and assembler.is_ready():
+            had_begun = assembler.has_begun
+            part = assembler.take()
+            share = len(part.groups) / 4
+            assert all(len(group) == GROUP for group in part.groups.values())
+            assert assembler.is_taken or had_begun or is_dedicated or share >= streaming.start_share
+            parts.append(part)
+            if assembler.is_taken:
+                assembler.trained()
+    assert [part.step for part in parts] == sorted(part.step for part in parts)
+    for step in range(steps):
+        taken = [p for part in parts if part.step == step for p in part.groups]
+        assert sorted(taken) == list(range(step * 4, step * 4 + 4))
+    assert sorted(seq for part in parts for seq in part.seqs) == list(range(len(samples)))
 
 
 def test_the_same_entry_delivered_again_is_no_duplicate() -> None:

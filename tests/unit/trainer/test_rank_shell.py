@@ -91,11 +91,17 @@ class ArrayEngine:
         self.saved[tag], self.tag = (self.step, self.weights.copy()), tag
 
     def train(
-        self, step: int, samples: Sequence[TrainSample], total_response_tokens: int, num_micro_batches: int
+        self,
+        step: int,
+        samples: Sequence[TrainSample],
+        total_response_tokens: int | None,
+        num_micro_batches: int,
     ) -> StepStats:
         self._enter()
         self.weights += len(samples)
-        self.step, self.tag = step + 1, None
+        self.tag = None
+        if total_response_tokens is not None:
+            self.step = step + 1
         self.micro_batches.append(num_micro_batches)
         return StepStats(0.5, 1.0, 40, 20, 0.1, 0.2, 1.5, 3)
 
@@ -239,7 +245,7 @@ async def test_a_life(house: House) -> None:
     await house.ask("stage", part(0, 1, 2, 3), Done)
     await house.ask("stage", part(0, 1, 2, 3), Done)  # what the trainer repeats while others have more parts
     stepped = await house.ask("train", STEP, RankStepped)
-    assert (stepped.step, stepped.loss, stepped.clipped_tokens) == (0, 0.5, 3)
+    assert (stepped.step, stepped.loss_sum, stepped.clipped_tokens) == (0, 0.5, 3)
     assert list(house.engine.weights) == [10] * 4
     assert house.engine.micro_batches == [3]
     saved = await house.ask("save", SaveCheckpoint(tag="step-000001"), CheckpointSaved)

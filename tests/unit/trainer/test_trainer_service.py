@@ -39,13 +39,13 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "START_OVER_PAUSE_S", 0.0)
 
 
-def config() -> RunConfig:
+def config(streaming: str = "off") -> RunConfig:
     return RunConfig.model_validate(
         {
             "models": {"policy": "p", "genrm": "g"},
             "cluster": {"devices": WORLD_SIZE},
             "rollout": {"samples_per_prompt": GROUP},
-            "training": {"prompts_per_step": PROMPTS, "steps": 3},
+            "training": {"prompts_per_step": PROMPTS, "steps": 3, "streaming": streaming},
         }
     )
 
@@ -115,7 +115,7 @@ async def new_bus() -> tuple[MemoryBus, RankResponders]:
 
 @contextlib.asynccontextmanager
 async def trainer(
-    folder: Path, bus: MemoryBus, ranks: RankResponders, *, wait: bool = True
+    folder: Path, bus: MemoryBus, ranks: RankResponders, *, wait: bool = True, streaming: str = "off"
 ) -> AsyncIterator[World]:
     clock = SystemClock()
     group = RankGroup(WORLD_SIZE, bus, SUBJECTS, clock)
@@ -125,7 +125,7 @@ async def trainer(
         return ranks.gps_version
 
     service = TrainerService(
-        config(), group, Checkpoints(folder), journal, gps_version, bus, SUBJECTS, clock, TRIES
+        config(streaming), group, Checkpoints(folder), journal, gps_version, bus, SUBJECTS, clock, TRIES
     )
     await service.start()
     tasks = [asyncio.create_task(work) for work in (service.run_for_ever(), service.follow_scored())]
@@ -170,10 +170,11 @@ async def test_a_step_trains_saves_writes_journals_and_discards(tmp_path: Path) 
         assert await world.waiting_scored() == []
         (row,) = await world.rows()
         assert (row.step, row.num_samples, row.num_trained, row.num_unscored) == (1, 4, 4, 0)
-        assert row.loss == pytest.approx(0.5)
-        assert row.logprob_gap_mean == pytest.approx(1.0 / 20)
+        assert row.loss == pytest.approx(0.5 / 12)  # two ranks' sums over 4 samples of 3 tokens
+        assert row.logprob_gap_mean == pytest.approx(1.0 / 12)
         assert row.logprob_gap_max == pytest.approx(0.2)
-        assert row.clip_fraction == pytest.approx(2 / 20)
+        assert row.clip_fraction == pytest.approx(2 / 12)
+        assert row.num_parts == 1
         issued = [{"event": "issued", "sample": s.trajectory.sample_id} for s in batch(0)]
         assert audit(issued, world.journal(), prompts_per_step=PROMPTS).is_clean
 
