@@ -78,11 +78,7 @@ class MonitorService:
         if isinstance(message, TrainingTelemetry):
             before, after = self.aggregator.training, message
             self.aggregator.on_training(after)
-            if before is None or (before.activity, before.batch_ready, before.finished) != (
-                after.activity,
-                after.batch_ready,
-                after.finished,
-            ):
+            if before is None or _what_planners_see(before) != _what_planners_see(after):
                 self._changed.set()
 
     async def follow_shifts(self) -> None:
@@ -203,6 +199,11 @@ class MonitorService:
 
     def unlisten(self, queue: "asyncio.Queue[dict[str, Any]]") -> None:
         self._listeners.discard(queue)
+
+
+def _what_planners_see(training: TrainingTelemetry) -> tuple[object, ...]:
+    is_complete = training.collected >= training.needed
+    return training.activity, training.batch_ready, is_complete, training.finished
 
 
 def _is_news(before: RoleQueue, after: RoleQueue) -> bool:

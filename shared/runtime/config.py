@@ -39,12 +39,14 @@ class ModelsSection(_Section):
 
 
 class SplitSection(_Section):
-    """Devices per role where the policy fixes them (`disaggregated`, `static`,
+    """Devices per role where the policy fixes them (`disaggregated`, `static`, `rule_based`,
     `rollout_reward_colocated`)."""
 
     rollout: int = Field(1, ge=1)
     reward: int = Field(1, ge=1)
-    training: int = Field(1, ge=1)
+    training: int | None = Field(None, ge=1)
+    """With `pivot`, those that shift to training, at the end of the cluster; without it, all of them. Where
+    the policy fixes devices, 1 without it."""
 
 
 class ClusterSection(_Section):
@@ -190,7 +192,28 @@ class RunConfig(_Section):
         if self.policy == "colocated":  # synchronous: one role at a time, whole batches
             synchronous = self.training.model_copy(update={"staleness": 0, "streaming": "off"})
             object.__setattr__(self, "training", synchronous)
+        if self.policy == "pivot" and (s.training or 0) > c.devices:
+            raise ValueError(f"cluster.split.training = {s.training} exceeds cluster.devices = {c.devices}")
+        beside = self.num_devices - self.num_training_devices
+        if self.training.streaming != "off" and beside < max(c.rollout_tp, c.reward_tp):
+            raise ValueError(
+                f"training.streaming = {self.training.streaming!r} needs devices beside training's, which "
+                "generate the rest of a batch: set it to off, or cluster.split.training below "
+                f"cluster.devices = {c.devices}"
+            )
         return self
+
+    @property
+    def num_training_devices(self) -> int:
+        """Devices of the ranks, by default all where no policy sets some apart."""
+        split = self.cluster.split
+        if self.policy == "colocated":
+            return self.num_devices
+        if self.policy == "pivot":
+            return split.training or self.num_devices
+        if self.policy in ("static", "rule_based"):
+            return self.num_devices - split.rollout - split.reward
+        return split.training or 1
 
     @property
     def has_training_devices(self) -> bool:
@@ -214,9 +237,10 @@ class RunConfig(_Section):
         """Devices of the run. Where the policy fixes a split, CPU slots are added to serve it (they share
         cores)."""
         fixed = self.policy in ("disaggregated", "static", "rule_based", "rollout_reward_colocated")
-        wanted = self.cluster.split.rollout + self.cluster.split.reward + self.cluster.split.training
-        if self.policy == "rollout_reward_colocated":
-            wanted = self.cluster.split.rollout + self.cluster.split.training
+        split = self.cluster.split
+        wanted = split.rollout + (split.training or 1)
+        if self.policy != "rollout_reward_colocated":
+            wanted += split.reward
         return (
             max(self.cluster.devices, wanted)
             if fixed and self.cluster.kind == "cpu"

@@ -97,10 +97,10 @@ def _check_shares(config: RunConfig, addresses: tuple[str, ...]) -> None:
     if len(hosts) > 1 and not all(_is_loopback(addresses[node]) for node in hosts):
         raise ConfigError(
             "cluster.split.training",
-            config.cluster.split.training,
+            config.num_training_devices,
             f"policy {config.policy!r} puts ranks on nodes {', '.join(map(str, hosts))}, "
             "and ranks meet on one machine only",
-            "Choose a policy with devices of its own for training, as many as one node has or fewer",
+            f"Give training as many devices as one node has or fewer: {config.num_devices // len(addresses)}",
         )
 
 

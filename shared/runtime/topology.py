@@ -6,32 +6,24 @@ from shared.runtime.config import RunConfig
 
 
 def cluster_of(config: RunConfig) -> ClusterSpec:
-    """Every device can host one slot of each role; training uses `training_devices`.
+    """Every device can host one slot of each role; training uses the last `num_training_devices`.
 
-    Where the policy fixes a split, a role has slots on its own devices only: rollout first, then reward, then
-    training (for `rollout_reward_colocated`: both on the first, training on the rest).
+    With `disaggregated` and `rollout_reward_colocated` a role has slots on its own devices only: rollout
+    first, then reward (for the latter both on the same), then training.
     """
     devices = range(config.num_devices)
-    split = config.cluster.split
+    split, num_training = config.cluster.split, config.num_training_devices
     spans: dict[Role, range] = dict.fromkeys(Role, devices)
+    spans[Role.TRAINING] = devices[len(devices) - num_training :]
     if config.policy == "disaggregated":
         first, second = split.rollout, split.rollout + split.reward
         spans = {
             Role.ROLLOUT: devices[:first],
             Role.REWARD: devices[first:second],
-            Role.TRAINING: devices[second : second + split.training],
+            Role.TRAINING: devices[second : second + num_training],
         }
     elif config.policy == "rollout_reward_colocated":
-        shared = devices[: len(devices) - split.training]
-        spans = {
-            Role.ROLLOUT: shared,
-            Role.REWARD: shared,
-            Role.TRAINING: devices[len(devices) - split.training :],
-        }
-    elif config.policy in ("static", "rule_based"):
-        first, second = split.rollout, split.rollout + split.reward
-        lent = devices[second:]
-        spans = {Role.ROLLOUT: devices, Role.REWARD: devices, Role.TRAINING: lent}
+        spans[Role.ROLLOUT] = spans[Role.REWARD] = devices[: len(devices) - num_training]
     slots = [
         ReplicaSlot(replica_id(role, i), role, frozenset(DeviceId(d) for d in span))
         for role in (Role.ROLLOUT, Role.REWARD)

@@ -37,8 +37,14 @@ def running(seen: dict[str, Any], role: str) -> int:
 def test_a_run_shifts_survives_a_kill_and_an_interruption_and_trains_every_sample_once(
     model: Path, tmp_path: Path
 ) -> None:
+    """On one device that shifts between generating and training on parts of a batch, and one that generates
+    the rest."""
     config = write_config(
-        tmp_path, model, rollout={"samples_per_prompt": 4, "max_prompt_tokens": 128, "max_new_tokens": 384}
+        tmp_path,
+        model,
+        cluster={"split": {"training": 1}},
+        rollout={"samples_per_prompt": 4, "max_prompt_tokens": 128, "max_new_tokens": 384},
+        training={"streaming": "eager"},
     )
     with WholeRun(config) as run:
         run.until(lambda seen: running(seen, "rollout") > 0, START_S, "rollout runs")
@@ -68,6 +74,7 @@ def test_a_run_shifts_survives_a_kill_and_an_interruption_and_trains_every_sampl
     assert audited.resumes == 1
     assert (audited.issued, audited.in_flight) == (48, 0)
     assert result["steps"] == result["policy_version"] == 3
+    assert sum(row["num_parts"] for row in result["rows"]) > len(result["rows"])
     samples = result["samples"]
     assert samples == {
         "issued": 48,
@@ -147,7 +154,8 @@ def test_two_nodes_of_one_machine_start_together_and_train_to_the_end(model: Pat
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", ["disaggregated", "colocated"])
 def test_the_baselines_run_from_the_same_file(model: Path, tmp_path: Path, policy: str) -> None:
-    config = write_config(tmp_path, model, training={"steps": 2, "prompts_per_step": 4})
+    training = {"steps": 2, "prompts_per_step": 4, "streaming": "eager"}
+    config = write_config(tmp_path, model, cluster={"split": {"training": 1}}, training=training)
     with WholeRun(config, "--set", f"policy={policy}") as run:
         assert run.wait(500) == 0, run.output()
     result = run.summary()
@@ -155,7 +163,9 @@ def test_the_baselines_run_from_the_same_file(model: Path, tmp_path: Path, polic
     shifts = result["shifts"]
     if policy == "disaggregated":
         assert sum(shifts.values()) == 0
+        assert sum(row["num_parts"] for row in result["rows"]) > 2
     else:
+        assert [row["num_parts"] for row in result["rows"]] == [1, 1]
         assert shifts["rollout_to_reward"] >= 1
         assert shifts["to_training"] >= 2
         assert all(row["staleness_max"] == 0 for row in result["rows"])

@@ -100,9 +100,9 @@ def test_the_supervisor_of_a_node_starts_its_replicas_and_ranks_alone(tmp_path: 
         ({"nodes": None}, 1, "none of the 1 nodes"),
         ({"nodes": [*LOOPBACK, "127.0.0.3"]}, None, r"cluster\.devices = 4: cannot be shared out evenly"),
         (
-            {"nodes": MACHINES, "policy": "pivot"},
+            {"nodes": MACHINES, "policy": "pivot", "cluster": {"devices": 4}},
             0,
-            r"cluster\.split\.training = 2: policy 'pivot' puts ranks on nodes 0, 1",
+            r"cluster\.split\.training = 4: policy 'pivot' puts ranks on nodes 0, 1.*or fewer: 2",
         ),
         (
             {
@@ -131,8 +131,15 @@ def test_what_cannot_be_placed_is_refused_with_a_remedy(
 
 
 def test_on_one_machine_ranks_may_be_on_all_nodes(tmp_path: Path) -> None:
-    specs = started(config_of(tmp_path, LOOPBACK, policy="pivot"), None)
+    config = config_of(tmp_path, LOOPBACK, policy="pivot", cluster={"devices": 4})
+    specs = started(config, None)
     assert [option(specs[f"rank-{rank}"], "--node") for rank in range(4)] == ["0", "0", "1", "1"]
+
+
+def test_the_planner_may_shift_devices_of_several_machines_where_ranks_have_one(tmp_path: Path) -> None:
+    config = config_of(tmp_path, MACHINES, policy="pivot", network=REMOTE)
+    ranks = [{name for name in started(config, node) if name.startswith("rank")} for node in (0, 1)]
+    assert ranks == [set(), {"rank-0", "rank-1"}]
 
 
 def test_a_later_node_has_the_endpoints_of_the_first(tmp_path: Path) -> None:

@@ -50,6 +50,14 @@ def test_overrides_go_over_the_file(tmp_path: Path) -> None:
         (MODELS + "training:\n  zzz: 3\n", ("run.yaml:5: training.zzz", "Known keys here: clip")),
         (MODELS + "training:\n  steps: many\n", ("run.yaml:5: training.steps = 'many'", "integer")),
         (MODELS + "training:\n  steps: 0\n", ("run.yaml:5: training.steps = 0", "greater than")),
+        (
+            MODELS + "training:\n  streaming: eager\n",
+            ("run.yaml:5", "needs devices beside training's", "below cluster.devices = 2"),
+        ),
+        (
+            MODELS + "cluster:\n  split:\n    training: 3\n",
+            ("cluster.split.training = 3 exceeds cluster.devices = 2",),
+        ),
         (MODELS + "training: 3\n", ("run.yaml:4: training = 3", "dictionary")),
         (MODELS + "policy: best\n", ("run.yaml:4: policy = 'best'", "'pivot'")),
         (MODELS + "run:\n  name: My Run\n", ("run.yaml:5: run.name = 'My Run'", "pattern")),

@@ -107,7 +107,7 @@ SPLIT = {"rollout": 2, "reward": 1, "training": 1}
 @pytest.mark.parametrize(
     ("policy", "rollout", "reward", "training"),
     [
-        ("pivot", [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]),
+        ("pivot", [0, 1, 2, 3], [0, 1, 2, 3], [3]),
         ("colocated", [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]),
         ("disaggregated", [0, 1], [2], [3]),
         ("rollout_reward_colocated", [0, 1, 2], [0, 1, 2], [3]),
@@ -125,6 +125,11 @@ def test_each_policy_has_its_slots(
     assert rank_devices(made) == training
     split = Split(made.cluster.split.rollout, made.cluster.split.reward)
     initial_allocation(policy, cluster, split).validate(cluster)
+
+
+def test_training_takes_every_device_where_nothing_else_is_said() -> None:
+    assert rank_devices(config(cluster={"devices": 4})) == [0, 1, 2, 3]
+    assert rank_devices(config(policy="disaggregated", cluster={"devices": 4})) == [2]
 
 
 def test_tensor_parallel_slots_are_whole_and_disjoint() -> None:
