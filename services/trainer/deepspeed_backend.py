@@ -85,6 +85,8 @@ class DeepSpeedBackend:
         self._engine: Any = None
         self._is_offloaded = False
         self._gradient_bytes = 0
+        self._has_gradients = False
+        self._kept_gradients: torch.Tensor | None = None
         self._step = 0
         self._tag: str | None = None
         self._boxes: tuple[TensorBox, ...] = ()
@@ -299,6 +301,7 @@ class DeepSpeedBackend:
             engine.backward(loss.loss_sum * self._config.world_size, scale_wrt_gas=False)
             seen.append(loss)
         grad_norm = 0.0
+        self._has_gradients = True
         if total_response_tokens is not None:
             grad_norm = self._take_step(step, total_response_tokens)
         return StepStats(
@@ -316,6 +319,7 @@ class DeepSpeedBackend:
         """The optimizer step on the gradients that have come together; the norm of their mean."""
         self._engine.optimizer.grad_partitions_flat_buffer.div_(max(1, total_response_tokens))
         self._engine.step()
+        self._has_gradients = False
         grad_norm = float(self._engine.get_global_grad_norm())
         if grad_norm < 0:  # DeepSpeed's sign for infinite or NaN
             raise EngineError("the gradient is infinite or not a number", phase="train", step=step)
@@ -325,6 +329,7 @@ class DeepSpeedBackend:
     def _drop_gradients(self) -> None:
         """The next pass overwrites what passes of a step that was not ended have left."""
         self._engine.optimizer.zero_grad()
+        self._has_gradients = False
 
     def _forward(self, batch: Sequence[TrainSample]) -> TokenLoss:
         """One micro-batch, right-padded: causal attention keeps real tokens from seeing the padding."""
@@ -367,9 +372,10 @@ class DeepSpeedBackend:
         yield optimizer.lp_param_buffer
 
     def offload(self) -> int:
-        """On CUDA the device bytes that became free. On CPU device and host are one memory: gradients and the
-        reduction bucket are freed, the rest stays where it is; the answer is the bytes of the gradients and
-        of the states that were found on the host. What the process still takes, `resident_bytes` says."""
+        """On CUDA the device bytes that became free. On CPU device and host are one memory: the reduction
+        bucket and, between steps, gradients are freed, the rest stays where it is; the answer is the bytes of
+        the gradients and of the states that were found on the host. What the process still takes,
+        `resident_bytes` says."""
         if self._is_offloaded or self._engine is None:
             return 0
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
@@ -385,10 +391,7 @@ class DeepSpeedBackend:
             pin_memory=self._config.kind == "cuda",
             non_blocking=False,
         )
-        # gradients are dead between steps: their memory goes, their views stay
-        gradients = self._engine.optimizer.grad_partitions_flat_buffer.untyped_storage()
-        self._gradient_bytes = int(gradients.nbytes())
-        gradients.resize_(0)
+        self._offload_gradients()
         self._is_offloaded = True
         self._trim()
         if self._config.kind == "cuda":
@@ -400,13 +403,29 @@ class DeepSpeedBackend:
             return 0
         before = self._allocated()
         self._engine.reload_states(non_blocking=False)
-        gradients = self._engine.optimizer.grad_partitions_flat_buffer.untyped_storage()
-        gradients.resize_(self._gradient_bytes)
+        self._reload_gradients()
         self._is_offloaded = False
         if self._config.kind == "cuda":
             torch.cuda.synchronize()
             return self._allocated() - before
         return self._gradient_bytes + sum(int(state.nbytes) for state in self._states())
+
+    def _offload_gradients(self) -> None:
+        """Their memory goes, their views stay. Between steps they are dead; within one a copy is kept."""
+        gradients = self._engine.optimizer.grad_partitions_flat_buffer
+        self._gradient_bytes = int(gradients.untyped_storage().nbytes())
+        if self._has_gradients:
+            is_pinned = self._config.kind == "cuda"
+            self._kept_gradients = torch.empty_like(gradients, device="cpu", pin_memory=is_pinned)
+            self._kept_gradients.copy_(gradients)
+        gradients.untyped_storage().resize_(0)
+
+    def _reload_gradients(self) -> None:
+        gradients = self._engine.optimizer.grad_partitions_flat_buffer
+        gradients.untyped_storage().resize_(self._gradient_bytes)
+        if self._kept_gradients is not None:
+            gradients.copy_(self._kept_gradients)
+            self._kept_gradients = None
 
     def _allocated(self) -> int:
         return int(torch.cuda.memory_allocated()) if self._config.kind == "cuda" else 0

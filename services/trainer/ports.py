@@ -75,8 +75,8 @@ class TrainBackend(Protocol):
         version `step` to the next. `load` and `build` drop gradients of a step that was not ended."""
 
     def offload(self) -> int:
-        """Optimizer state, fp32 masters and parameters off the device, gradients dropped (so never within a
-        step); the bytes that were moved or dropped."""
+        """Optimizer state, fp32 masters, parameters and, within a step, gradients off the device; the bytes
+        that were moved or, as gradients between steps, dropped."""
 
     def reload(self) -> int:
         """Back to the device; the bytes that were moved."""

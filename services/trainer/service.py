@@ -3,8 +3,8 @@
     starting ─ranks loaded─► idle ─shift up─► active ─step done─► done ─shift down─► idle
                                                 └────◄─next batch ready──┘
 
-With streaming a step is trained in parts, as prompts become complete; between them training stays active,
-since its gradients are on the devices.
+With streaming a step is trained in parts, as prompts become complete. Between them training stays active, or,
+where it lends its devices, is done or idle too, and its gradients are offloaded with the other states.
 
 One step, and what a crash at each point means:
 
@@ -87,10 +87,11 @@ class TrainerService:
         self.phase = "waiting for ranks"
         self.step = 0
         self.tokens_total = 0
+        self._streaming = STREAMING[config.training.streaming]
         self.assembler = BatchAssembler(
             config.training.prompts_per_step,
             config.rollout.samples_per_prompt,
-            STREAMING[config.training.streaming],
+            self._streaming,
             config.has_training_devices,
         )
         self._work = asyncio.Event()
@@ -234,7 +235,7 @@ class TrainerService:
                 self._set(self.activity, "reloading states")
                 moved = await self._ranks.ask("reload", ReloadStates(), RankMoved, deadline_s=MOVE_DEADLINE_S)
             self.holds_devices = True
-            self._set("active" if self._can_train() else "done", "")
+            self._set("active" if self._can_train() else "done", self._resting_phase())
             self._work.set()
             return ShiftStepDone(
                 duration_s=self._clock.now_s() - started_s, read_bytes=sum(m.moved_bytes for m in moved)
@@ -243,7 +244,7 @@ class TrainerService:
     async def _on_shift_down(self, message: Message) -> Message:
         async with self._moving:
             if self.activity == "active":
-                raise Conflict("training is active: it gives its devices when the step is over")
+                raise Conflict("training is active: it gives its devices when it has trained what is there")
             started_s = self._clock.now_s()
             moved: list[RankMoved] = []
             if self.holds_devices and self.activity != "starting":
@@ -253,7 +254,7 @@ class TrainerService:
                 )
             self.holds_devices = False
             if self.activity == "done":
-                self._set("idle", "")
+                self._set("idle", self._resting_phase())
             return ShiftStepDone(
                 duration_s=self._clock.now_s() - started_s, freed_bytes=sum(m.freed_bytes for m in moved)
             )
@@ -281,14 +282,13 @@ class TrainerService:
                 if self.assembler.is_taken:
                     await self._complete(step)
                     step = Step(self.step)
-            if step.num_parts:
-                self._set("active", f"waiting for the rest of the batch ({self._progress()})")
-            elif self.holds_devices and self.activity == "active":
-                self._set("done", "")
+            if self.holds_devices and self.activity == "active":
+                keeps = step.num_parts > 0 and not (self._streaming and self._streaming.lends)
+                self._set("active" if keeps else "done", self._resting_phase())
             await self._work.wait()
 
-    def _progress(self) -> str:
-        return f"{self.assembler.collected()}/{self.assembler.needed} samples"
+    def _resting_phase(self) -> str:
+        return "waiting for the rest of the batch" if self.assembler.has_begun else ""
 
     async def _train_part(self, step: Step, part: Batch) -> None:
         """The optimizer steps with the last part, even if none of that part's samples can be trained."""

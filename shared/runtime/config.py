@@ -96,7 +96,8 @@ class TrainingSection(_Section):
     micro_batch_tokens: int = Field(2048, ge=64)
     streaming: StreamingName = "off"
     """Train prompts whose samples are all there while the rest of their batch finishes; `off`: whole batches.
-    `eager` suits training on few devices, `late` on most (`shared.scheduling.streaming`)."""
+    `eager` suits training on few devices, `late` on most, `bursts` between
+    (`shared.scheduling.streaming`)."""
 
 
 class PlannerSection(_Section):

@@ -1,12 +1,14 @@
 """Training on the prompts of a batch that are complete, while the others finish.
 
-The step still ends with the whole batch, so staleness is what it is without. Two ways to begin pay, and
-which one does depends on how many devices training takes (`docs/results`, simulated cluster):
+The step still ends with the whole batch, so staleness is what it is without. Three ways pay, and which one
+does depends on how many devices training takes (`docs/results`, simulated cluster):
 
-    eager   as soon as a few prompts are complete: training on few devices, which it is busy with nearly all
-            the time
-    late    when half of the batch is complete and little is left to generate: training on most devices, for
-            the short time in which replicas would run nearly empty
+    eager    as soon as a few prompts are complete, devices kept until the step ends: training on few devices,
+             which it is busy with nearly all the time
+    bursts   whenever a good part is complete, devices lent to rollout and reward in between: training that is
+             busy with its devices for most of the time
+    late     when half of the batch is complete and little is left to generate: training on most devices, for
+             the short time in which replicas would run nearly empty
 """
 
 from collections.abc import Mapping
@@ -16,7 +18,7 @@ from typing import Literal
 
 from shared.errors import ConfigError
 
-StreamingName = Literal["off", "eager", "late"]
+StreamingName = Literal["off", "eager", "bursts", "late"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Streaming:
     min_share: float = 0.05
     """Once training has begun, and where it has devices of its own: fewer are not trained at once, unless
     they are the batch's last."""
+    lends: bool = False
+    """Between the parts of a batch other roles may have training's devices; its gradients are offloaded."""
 
     def __post_init__(self) -> None:
         for name in ("start_share", "min_share"):
@@ -52,5 +56,11 @@ class Streaming:
 
 
 EAGER = Streaming(0.05)
+BURSTS = Streaming(0.15, min_share=0.15, lends=True)
 LATE = Streaming(0.5, rest_per_replica=40.0)
-STREAMING: Mapping[StreamingName, Streaming | None] = {"off": None, "eager": EAGER, "late": LATE}
+STREAMING: Mapping[StreamingName, Streaming | None] = {
+    "off": None,
+    "eager": EAGER,
+    "bursts": BURSTS,
+    "late": LATE,
+}

@@ -41,13 +41,13 @@ def feasible_splits(scenario: Scenario, mode: Mode) -> Iterator[Shares]:
 def streaming_choices(mode: Mode) -> tuple[StreamingName, ...]:
     """Ways to stream that `mode` can gain from; first the one for its split of the paper.
 
-    Where devices shift, that is late: eager only pays on few training devices.
+    Where devices shift, that is late: the others only pay on fewer training devices.
     """
     if mode.is_synchronous:
         return ("off",)
     if mode.has_dedicated_training:
         return ("eager",)
-    return ("late", "eager") if mode.policy == "pivot" else ("late",)
+    return ("late", "bursts", "eager") if mode.policy == "pivot" else ("late",)
 
 
 class Choice(NamedTuple):

@@ -57,8 +57,9 @@ class Training:
 
     @property
     def is_active(self) -> bool:
-        """Training, or holding a batch that has been begun."""
-        return self._since_s is not None or self._num_groups_done > 0
+        """Training, or keeping devices for the rest of a batch that has been begun."""
+        keeps = self._num_groups_done > 0 and not (self._streaming and self._streaming.lends)
+        return self._since_s is not None or keeps
 
     @property
     def is_running(self) -> bool:

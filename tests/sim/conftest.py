@@ -19,6 +19,7 @@ def pytest_generate_tests(metafunc):
         "rule_based",
     )
     cases = [(mode, "off", seed) for mode in modes for seed in seeds]
-    streaming = [("pivot_best", "eager"), ("pivot_best", "late"), ("rollout_reward_colocated", "eager")]
+    streaming = [("pivot_best", way) for way in ("eager", "bursts", "late")]
+    streaming.append(("rollout_reward_colocated", "eager"))
     cases += [(mode, way, seed) for mode, way in streaming for seed in seeds[: len(seeds) // 2]]
     metafunc.parametrize(("fault_mode", "fault_streaming", "fault_seed"), cases)

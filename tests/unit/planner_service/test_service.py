@@ -256,9 +256,11 @@ def test_a_batch_is_complete_when_all_of_it_is_there(collected: int, is_complete
     assert training.is_batch_complete == is_complete
 
 
-@pytest.mark.parametrize(("streaming", "rest"), [("off", inf), ("eager", inf), ("late", 40.0)])
+@pytest.mark.parametrize(
+    ("streaming", "rest"), [("off", inf), ("eager", inf), ("bursts", inf), ("late", 40.0)]
+)
 def test_the_way_to_stream_sets_how_much_may_be_left(tmp_path: Path, streaming: str, rest: float) -> None:
-    overrides = {"training.streaming": streaming}
+    overrides = {"training.streaming": streaming, "cluster.split.training": 1}
     config = load_config(Path("deploy/config/demo.yaml"), overrides)
     assert planner_config_of(config, RunFolder(tmp_path)).training_rest_per_replica == rest
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import ConfigError
-from shared.scheduling.streaming import EAGER, LATE, STREAMING, Streaming
+from shared.scheduling.streaming import BURSTS, EAGER, LATE, STREAMING, Streaming
 
 PROMPTS = 100
 
@@ -15,6 +15,11 @@ PROMPTS = 100
     [
         (EAGER, 4, 0, False, False),
         (EAGER, 5, 0, False, True),
+        (BURSTS, 14, 0, False, False),
+        (BURSTS, 15, 0, False, True),
+        (BURSTS, 14, 85, False, False),
+        (BURSTS, 15, 70, False, True),
+        (BURSTS, 5, 95, False, True),
         (LATE, 49, 0, False, False),
         (LATE, 50, 0, False, True),
         (LATE, 4, 0, True, False),
@@ -31,7 +36,7 @@ def test_a_part_is_trained_once_it_is_worth_it(streaming, num_complete, num_trai
 
 
 @given(
-    st.sampled_from([EAGER, LATE, Streaming(1.0, 0.0, 1.0)]),
+    st.sampled_from([EAGER, BURSTS, LATE, Streaming(1.0, 0.0, 1.0)]),
     st.integers(1, 600),
     st.data(),
     st.booleans(),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.scheduling.streaming import EAGER, LATE, Streaming
+from shared.scheduling.streaming import BURSTS, EAGER, LATE, Streaming
 from shared.sim.report import describe
 from shared.sim.scenarios import Shares
 from shared.sim.training import Training
@@ -95,6 +95,15 @@ def test_a_batch_is_begun_with_its_share_and_then_goes_on_with_less():
     assert training(LATE).is_ready is False, "nothing is complete"
 
 
+def test_bursts_give_devices_back_between_the_parts_of_a_batch():
+    trained = training(BURSTS, is_dedicated=False)
+    score(trained, 0)
+    trained.begin(0.0)
+    assert trained.is_active
+    assert not trained.end(1.0)
+    assert not trained.is_active
+
+
 def test_dedicated_training_begins_with_the_least_share():
     trained = training(LATE)
     score(trained, 0)
@@ -108,6 +117,7 @@ def test_dedicated_training_begins_with_the_least_share():
         ("rollout_reward_colocated", EAGER, "eager"),
         ("pivot_best", EAGER, "eager"),
         ("pivot_best", LATE, "late"),
+        ("pivot_best", BURSTS, "bursts"),
         ("pivot", Streaming(0.25), "other"),
         ("static", LATE, "late"),
         ("rule_based", LATE, "late"),
@@ -123,7 +133,7 @@ def test_runs_on_parts_of_batches_train_every_sample_once(mode, streaming, named
     assert row["streaming"] == named
 
 
-@pytest.mark.parametrize("streaming", [EAGER, LATE])
+@pytest.mark.parametrize("streaming", [EAGER, BURSTS, LATE])
 @pytest.mark.parametrize("devices", [7, 8])
 def test_batches_are_whole_where_training_leaves_no_room_for_both_roles(streaming, devices):
     shares = Shares(0, 0, devices)

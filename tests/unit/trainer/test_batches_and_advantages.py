@@ -10,7 +10,7 @@ from services.trainer.advantages import group_advantages, weigh
 from services.trainer.batches import Batch, BatchAssembler
 from shared.contracts.reward import ScoredSample
 from shared.ids import sample_id
-from shared.scheduling.streaming import EAGER, LATE, Streaming
+from shared.scheduling.streaming import BURSTS, EAGER, LATE, Streaming
 from tests.support.samples import scored_sample
 
 PROMPTS, GROUP = 2, 3
@@ -67,7 +67,7 @@ def test_a_batch_stays_until_it_is_trained_and_may_be_taken_again_after_a_start_
 @given(
     st.integers(),
     st.integers(1, 4),
-    st.sampled_from([EAGER, LATE, Streaming(1.0)]),
+    st.sampled_from([EAGER, BURSTS, LATE, Streaming(1.0)]),
     st.booleans(),
     st.lists(st.booleans(), min_size=1),
 )

@@ -8,9 +8,11 @@ import pytest
 from shared.errors import Conflict
 from shared.ids import sample_id
 from shared.runtime.audit import audit
+from tests.unit.trainer.rank_responder import FREED_BYTES
 from tests.unit.trainer.test_trainer_service import (
     GROUP,
     PROMPTS,
+    WORLD_SIZE,
     _no_pause,
     batch,
     new_bus,
@@ -51,6 +53,26 @@ async def test_complete_prompts_are_trained_while_the_rest_is_awaited(tmp_path: 
         assert await world.waiting_scored() == []
         issued = [{"event": "issued", "sample": s.trajectory.sample_id} for s in batch(0)]
         assert audit(issued, world.journal(), prompts_per_step=PROMPTS).is_clean
+
+
+async def test_bursts_lend_devices_between_parts_and_not_within_one(tmp_path: Path) -> None:
+    async with trainer(tmp_path, *await new_bus(), streaming="bursts") as world:
+        gate = world.ranks.hold["train"] = asyncio.Event()
+        await world.shift("up")
+        await world.score(*batch(0)[:GROUP])
+        await until(lambda: world.ranks.count("train") == 1, "part")
+        with pytest.raises(Conflict, match="active"):
+            await world.shift("down")
+        gate.set()
+        await until(lambda: world.service.activity == "done", "part")
+        assert (await world.shift("down")).freed_bytes == WORLD_SIZE * FREED_BYTES
+        assert (world.service.activity, world.service.phase) == ("idle", "waiting for the rest of the batch")
+        await world.score(*batch(0)[GROUP:])
+        await until(lambda: world.service.telemetry().batch_ready, "the rest")
+        assert world.ranks.count("train") == 1
+        await world.shift("up")
+        await until(lambda: world.service.step == 1, "step")
+        assert world.ranks.totals == [None, RESPONSE_TOKENS]
 
 
 async def test_a_last_part_with_nothing_to_train_ends_the_step(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from shared.runtime.checkpoints import Checkpoint, Checkpoints
 from shared.runtime.clock import SystemClock
 from shared.runtime.config import RunConfig
 from shared.runtime.journal import Journal, read_journal
+from shared.runtime.topology import rank_devices
 from tests.support.samples import scored_sample
 from tests.unit.trainer.rank_responder import FREED_BYTES, MOVED_BYTES, RankResponders
 
@@ -43,7 +44,7 @@ def config(streaming: str = "off") -> RunConfig:
     return RunConfig.model_validate(
         {
             "models": {"policy": "p", "genrm": "g"},
-            "cluster": {"devices": WORLD_SIZE},
+            "cluster": {"devices": WORLD_SIZE + 1, "split": {"training": WORLD_SIZE}},
             "rollout": {"samples_per_prompt": GROUP},
             "training": {"prompts_per_step": PROMPTS, "steps": 3, "streaming": streaming},
         }
@@ -407,7 +408,7 @@ async def test_a_restarted_trainer_continues_where_the_checkpoint_is(tmp_path: P
         await until(lambda: world.service.step == 1 and world.service.activity == "done", "step")
     ranks.phase = "on device"
     await bus.ensure_bucket(SUBJECTS.device_bucket)
-    for device in range(WORLD_SIZE):
+    for device in rank_devices(config()):
         lease = DeviceLease(device=device, owner="training", epoch=1)
         await bus.kv_put(SUBJECTS.device_bucket, f"{device}", lease)
     async with trainer(tmp_path, bus, ranks) as world:
