@@ -29,7 +29,7 @@ def feasible_splits(scenario: Scenario, mode: Mode) -> Iterator[Shares]:
     unit_rollout = max(scenario.policy_tp, coarsest)
     unit_reward = max(scenario.genrm_tp, coarsest)
     if mode.policy != "disaggregated":
-        unit = max(unit_rollout, unit_reward)
+        unit = unit_rollout
         most = devices if mode.policy == "pivot" else devices - unit
         yield from (Shares(0, 0, training) for training in range(unit, most + 1, unit))
         return
