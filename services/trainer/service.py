@@ -203,7 +203,7 @@ class TrainerService:
             if not self.assembler.add(stored.seq, stored.message):
                 await self._bus.discard(stream, stored.seq)
                 continue
-            if self.assembler.is_ready() or self.assembler.has_begun:
+            if self.assembler.is_ready():
                 self._work.set()
             self._news.set()
 
