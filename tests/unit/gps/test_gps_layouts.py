@@ -194,7 +194,10 @@ def test_a_run_says_who_reads_and_writes() -> None:
     cluster["split"] = {"rollout": 2, "reward": 4, "training": 2}
     models = {"policy": "p", "genrm": "g"}
     run = RunConfig.model_validate({"models": models, "cluster": cluster})
-    assert (policy_usage(run), genrm_usage(run)) == (Usage(2, 8), Usage(4, 0))
+    assert (policy_usage(run), genrm_usage(run)) == (Usage(2, 2), Usage(4, 0))
+    cluster["split"] = {"rollout": 2, "reward": 4}
+    whole = RunConfig.model_validate({"models": models, "cluster": cluster})
+    assert policy_usage(whole) == Usage(2, 8)
     demo = RunConfig.model_validate({"models": models})
     assert policy_usage(demo).storages(SPECS) == genrm_usage(demo).storages(SPECS) == {}
 
