@@ -66,8 +66,13 @@ def test_the_planner_uses_what_was_measured(file: Path) -> None:
 
 
 def test_an_interruption_leaves_no_engine_and_no_weights(file: Path) -> None:
+    def heed() -> None:  # a job in the background has inherited that it ignores interruptions
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     command = [sys.executable, "-m", "shared.cli.main", "profile", str(file), "--role", "rollout"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heed
+    ) as process:
         assert process.stdout is not None
         while not list(Path("/dev/shm").glob("pivotrl-profile*")):  # until it loads the weights
             assert process.poll() is None, process.stdout.read()
