@@ -10,9 +10,9 @@ Liveness, beyond the paper
   any candidate of one role. The other role, stalled before and after, is then left out of both means, so that
   the more pressed role starts; the stalled one is next.
 - Training that is not active and holds devices while no batch is ready is a donor that costs nothing.
-- Training that has begun with a part of a batch keeps its devices until the rest is there. So it is given
-  them for a part only where both roles fit beside it, and little is left for these to do. Until then the part
-  does not count: generation is planned as if no batch were ready.
+- Training that has begun with a part of a batch may keep its devices until the rest is there. So it is given
+  them for a part only where both roles fit beside it, and, with `training_rest_per_replica`, little is left
+  for these to do. Until then the part does not count: generation is planned as if no batch were ready.
 """
 
 import heapq

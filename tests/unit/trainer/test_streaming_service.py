@@ -9,11 +9,10 @@ from shared.errors import Conflict
 from shared.ids import sample_id
 from shared.runtime.audit import audit
 from tests.unit.trainer.rank_responder import FREED_BYTES
-from tests.unit.trainer.test_trainer_service import (
+from tests.unit.trainer.trainer_world import (
     GROUP,
     PROMPTS,
     WORLD_SIZE,
-    _no_pause,
     batch,
     new_bus,
     scored,
@@ -21,7 +20,6 @@ from tests.unit.trainer.test_trainer_service import (
     until,
 )
 
-__all__ = ["_no_pause"]  # an autouse fixture
 RESPONSE_TOKENS = 3 * PROMPTS * GROUP
 
 
