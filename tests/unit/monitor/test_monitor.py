@@ -335,6 +335,18 @@ async def test_news_are_published_at_once(house: House) -> None:
     assert house.bus.handler_errors == 0
 
 
+async def test_a_batch_that_gets_complete_is_news_and_one_more_sample_is_not(house: House) -> None:
+    part = TRAINING.model_copy(update={"batch_ready": True, "collected": 14, "needed": 16})
+    changed = []
+    for collected in (14, 15, 16):
+        house.service._changed.clear()
+        await house.bus.publish(SUBJECTS.training_state, part.model_copy(update={"collected": collected}))
+        await until(lambda: house.service.aggregator.training is not None)
+        await asyncio.sleep(0.02)
+        changed.append(house.service._changed.is_set())
+    assert changed == [True, False, True]
+
+
 async def test_waits_say_who_waits_for_whom(house: House) -> None:
     service = house.service
     assert service.waits()[0].startswith("the run waits for reward-0, reward-1, rollout-0")
